@@ -1,0 +1,137 @@
+"""The typed things that stages hand to each other. Apart, so that an edge of a pipeline can be checked before anything runs.
+
+An artifact is a directory with a `summary.json` (facts a reader or a metric wants without opening the data) plus the
+files named in its class. Its content never depends on blocks, workers or hosts: rows and tokens stand in id order in
+shards of fixed size and fixed name. `ModelVersion` and `Endpoint` record a state of the world instead.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+SUMMARY = "summary.json"
+
+
+class ArtifactError(Exception):
+    """A directory is not what its type promises. The message names the file."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A directory at `uri` whose tree has the content `digest` (64 hex characters; empty while unpublished)."""
+
+    uri: str
+    digest: str = ""
+
+    def local(self) -> Path:
+        """The directory on this node."""
+        parsed = urlparse(self.uri)
+        if parsed.scheme != "file":
+            raise ArtifactError(f"{self.uri}: only file:// artifacts can be read in this release")
+        return Path(unquote(parsed.path))
+
+    def summary(self) -> dict[str, Any]:
+        """The parsed `summary.json`."""
+        path = self.local() / SUMMARY
+        try:
+            loaded: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{path}: {type(self).__name__} has no readable summary ({error})") from error
+        return loaded
+
+    def check(self) -> None:
+        """Raise ArtifactError unless the directory holds what the type promises. Called before publication."""
+        self.summary()
+        for pattern in self.members():
+            if not any(self.local().glob(pattern)):
+                raise ArtifactError(f"{self.local() / pattern}: {type(self).__name__} misses this file")
+
+    @classmethod
+    def members(cls) -> tuple[str, ...]:
+        """Glob patterns, each of which must match at least one file."""
+        return ()
+
+    @classmethod
+    def write(cls, directory: Path, summary: dict[str, Any]) -> "Artifact":
+        """Write `summary.json` (sorted keys, so equal facts are equal bytes) and return the unpublished artifact."""
+        text = json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        (directory / SUMMARY).write_text(text + "\n", "utf-8")
+        return cls(uri=directory.resolve().as_uri())
+
+
+@dataclass(frozen=True)
+class Rows(Artifact):
+    """Raw rows: `rows/part-00000.parquet`, ... with columns id, source, prompt, text (all string, not null).
+
+    `prompt` is empty for plain text; loss is taken on `text` alone. Rows that could not be read stand in
+    `quarantine.jsonl` (source, line, reason; never the text). Summary: rows, characters, quarantined, reasons, kind.
+    """
+
+    @classmethod
+    def members(cls) -> tuple[str, ...]:
+        return ("rows/part-*.parquet",)
+
+
+@dataclass(frozen=True)
+class Corpus(Artifact):
+    """Cleaned rows: `rows/part-*.parquet` = Rows' columns plus `split` ("train" or "validation").
+
+    `dropped/part-*.parquet` (id, reason) keeps a reason for each row that left. Summary: waterfall, rows, characters by split.
+    """
+
+    @classmethod
+    def members(cls) -> tuple[str, ...]:
+        return ("rows/part-*.parquet",)
+
+
+@dataclass(frozen=True)
+class TokenDataset(Artifact):
+    """Packed sequences: `train/part-*.parquet`, `validation/part-*.parquet`, and the fast tokenizer in `tokenizer/`.
+
+    Columns, all plain list<int32>: `input_ids` [sequence_length]; `labels` [sequence_length], equal to the id at the same
+    position or -100 where no loss is taken (prompt, padding, first token of a document); `document_starts`, positions at
+    which a document begins (padding counts as a document of its own). Summary: sequence_length, vocab_size, eos_token_id,
+    and for each split: rows, documents, tokens, supervised_tokens, supervised_bytes (UTF-8), utilisation.
+    """
+
+    @classmethod
+    def members(cls) -> tuple[str, ...]:
+        return ("train/part-*.parquet", "validation/part-*.parquet", "tokenizer/tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint(Artifact):
+    """A model in Hugging Face layout: config.json, *.safetensors, tokenizer.json, generation_config.json, and
+    `golden.json` (prompts, greedy ids, top log-probabilities) that a server must reproduce before it takes traffic.
+    """
+
+    @classmethod
+    def members(cls) -> tuple[str, ...]:
+        return ("config.json", "*.safetensors", "tokenizer.json", "golden.json")
+
+
+@dataclass(frozen=True)
+class EvalReport(Artifact):
+    """What a model is worth: summary = metrics by name, baselines, samples, verdict sentences, digests of what was judged."""
+
+
+@dataclass(frozen=True)
+class Approval(Artifact):
+    """A gate's yes, bound to one checkpoint: summary = checkpoint_digest, report_digest, rules with their values."""
+
+
+@dataclass(frozen=True)
+class ModelVersion(Artifact):
+    """Receipt of a registry version: summary = name, version, digest (of the checkpoint), uri (of its directory)."""
+
+
+@dataclass(frozen=True)
+class Endpoint(Artifact):
+    """Receipt of a live deployment: summary = base_url, model, version, digest, config_digest, instance."""
+
+
+@dataclass(frozen=True)
+class ProbeReport(Artifact):
+    """What real requests to an endpoint gave: summary = checks, latency and throughput numbers."""

@@ -1,0 +1,1 @@
+"""Text as data: what ingest, clean, tokenize and evaluate share."""

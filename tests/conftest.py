@@ -1,0 +1,113 @@
+"""Shared fixtures: a stage context with in-memory records, a real Ray for the session, small models on disk."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from stages.artifacts import Artifact
+from stages.contract import Context, StageError
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@dataclass
+class MemoryTracker:
+    """A Tracker that keeps what it was told."""
+
+    metrics: list[tuple[str, float, int | None]] = field(default_factory=list)
+    datasets: list[tuple[str, str, str]] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None, at: float | None = None) -> None:
+        self.metrics += [(name, value, step) for name, value in metrics.items()]
+
+    def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
+        self.datasets.append((name, artifact.digest, context))
+
+    def log_text(self, text: str, path: str) -> None:
+        self.texts[path] = text
+
+
+@dataclass
+class MemoryRegistry:
+    """A Registry that lives as long as the test."""
+
+    versions: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    aliases: dict[tuple[str, str], int] = field(default_factory=dict)
+    tags: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
+
+    def find(self, name: str, digest: str) -> int | None:
+        found = [i for i, (_, known) in enumerate(self.versions.get(name, []), 1) if known == digest]
+        return found[-1] if found else None
+
+    def register(self, name: str, model: Artifact, tags: Mapping[str, str], metrics: Mapping[str, float]) -> int:
+        self.versions.setdefault(name, []).append((model.uri, model.digest))
+        version = len(self.versions[name])
+        self.tags[name, version] = dict(tags)
+        return version
+
+    def alias(self, name: str, alias: str) -> int | None:
+        return self.aliases.get((name, alias))
+
+    def set_alias(self, name: str, alias: str, version: int) -> None:
+        self.aliases[name, alias] = version
+
+    def tag(self, name: str, version: int, tags: Mapping[str, str]) -> None:
+        self.tags.setdefault((name, version), {}).update(tags)
+
+    def model(self, name: str, version: int) -> tuple[str, str]:
+        try:
+            return self.versions[name][version - 1]
+        except (KeyError, IndexError):
+            raise StageError(f"models:/{name}/{version}: no such version") from None
+
+
+@pytest.fixture
+def make_context(tmp_path: Path) -> Callable[..., Context]:
+    """`make_context("clean")` -> a Context with its own output, work and state directories; `.tracker` keeps what was logged."""
+    registry = MemoryRegistry()
+    count = 0
+
+    def make(name: str = "stage", *, seed: int = 0, fingerprint: str | None = None) -> Context:
+        nonlocal count
+        count += 1
+        fingerprint = fingerprint or f"{count:064x}"
+        output = tmp_path / f"{count:02d}-{name}"
+        work = tmp_path / "work" / fingerprint
+        state = tmp_path / "state"
+        for directory in (output, work, state):
+            directory.mkdir(parents=True, exist_ok=True)
+        return Context(
+            output=output,
+            work=work,
+            state=state,
+            fingerprint=fingerprint,
+            seed=seed,
+            tracker=MemoryTracker(),
+            registry=registry,
+            progress=lambda fraction, text: None,
+            headline=lambda text: None,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One in-process Ray for the whole test session: 4 logical CPUs, no dashboard, its own address, quiet."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=300 * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
