@@ -73,8 +73,8 @@ class Registry(Protocol):
 
     def tag(self, name: str, version: int, tags: Mapping[str, str]) -> None: ...
 
-    def model(self, name: str, version: int) -> tuple[str, str]:
-        """(uri of the directory, content digest) of a version. Raises StageError when there is no such version."""
+    def resolve(self, model: str) -> tuple[str, str]:
+        """`models:/name@alias` or `models:/name/3` -> (uri of the directory, content digest). StageError when there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,14 @@ class Context:
     """The one number or sentence that the console prints when the stage is done."""
 
 
-Resolver = Callable[[Path], str]
-"""Content digest of a file or directory, memoised by path, size, mtime and inode."""
+class Resolver(Protocol):
+    """Turns what a config names into what it is, at plan time and offline."""
+
+    def path(self, path: Path) -> str:
+        """Content digest of a file or directory, memoised by path, size, mtime and inode. StageError when unreadable."""
+
+    def model(self, model: str) -> str:
+        """Content digest behind `models:/name@alias` or `models:/name/3`. StageError when there is no such version."""
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,13 @@ class MemoryRegistry:
     def tag(self, name: str, version: int, tags: Mapping[str, str]) -> None:
         self.tags.setdefault((name, version), {}).update(tags)
 
-    def model(self, name: str, version: int) -> tuple[str, str]:
+    def resolve(self, model: str) -> tuple[str, str]:
+        name, _, alias = model.removeprefix("models:/").partition("@")
+        version = self.aliases.get((name, alias)) if alias else int(name.partition("/")[2])
         try:
-            return self.versions[name][version - 1]
+            return self.versions[name.partition("/")[0]][(version or 0) - 1]
         except (KeyError, IndexError):
-            raise StageError(f"models:/{name}/{version}: no such version") from None
+            raise StageError(f"{model}: no such version") from None
 
 
 @pytest.fixture
