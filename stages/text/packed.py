@@ -1,0 +1,62 @@
+"""Reads packed sequences into NumPy. Apart, because training and evaluation must see the very same arrays."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import pyarrow.parquet
+
+from stages.artifacts import ArtifactError
+from stages.text.corpus import shards
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PackedSplit:
+    """One split of a TokenDataset. A row is one packed sequence; documents in it never see each other."""
+
+    input_ids: Int32
+    """[rows, sequence_length]"""
+    labels: Int32
+    """[rows, sequence_length]: the id at the same position (not shifted), or -100 where no loss is taken."""
+    document_starts: list[Int32]
+    """For each row the positions at which a document begins, ascending from 0; padding is a document of its own."""
+
+    @classmethod
+    def read(cls, directory: Path, split: str) -> "PackedSplit":
+        """Read `split` ("train" or "validation") of the TokenDataset in `directory`. ArtifactError when it is none."""
+        columns = ["input_ids", "labels", "document_starts"]
+        table = pyarrow.concat_tables(pyarrow.parquet.read_table(s, columns=columns) for s in shards(directory, split))
+        starts = table.column("document_starts").combine_chunks()
+        return cls(
+            input_ids=_matrix(table.column("input_ids"), directory, split),
+            labels=_matrix(table.column("labels"), directory, split),
+            document_starts=np.split(starts.flatten().to_numpy(), starts.offsets.to_numpy()[1:-1]),
+            if len(starts)
+            else [],
+        )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def position_ids(self, row: int) -> Int32:
+        """[sequence_length] positions that restart at 0 with each document: what isolates packed documents."""
+        return positions(self.document_starts[row], self.input_ids.shape[1])
+
+
+def positions(document_starts: Int32, length: int) -> Int32:
+    """[length] int32: distance of each position from the start of its document."""
+    sizes = np.diff(np.append(document_starts, length))
+    return (np.arange(length) - np.repeat(document_starts, sizes)).astype(np.int32)
+
+
+def _matrix(column: pyarrow.ChunkedArray, directory: Path, split: str) -> Int32:
+    array = column.combine_chunks()
+    width = len(array[0]) if len(array) else 0
+    values: Int32 = array.flatten().to_numpy(zero_copy_only=False)
+    if len(values) != len(array) * width:
+        raise ArtifactError(f"{directory / split}: rows are not all {width} tokens long")
+    return values.reshape(len(array), width)
