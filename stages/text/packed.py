@@ -35,8 +35,6 @@ class PackedSplit:
             input_ids=_matrix(table.column("input_ids"), directory, split),
             labels=_matrix(table.column("labels"), directory, split),
             document_starts=np.split(starts.flatten().to_numpy(), starts.offsets.to_numpy()[1:-1]),
-            if len(starts)
-            else [],
         )
 
     def __len__(self) -> int:
