@@ -1,0 +1,305 @@
+"""From YAML and overrides to typed dataclasses. Apart, because Hydra and OmegaConf end here: beyond `compose` there are none.
+
+Every stage's config class is registered in Hydra's ConfigStore as `<verb>/schema`; a YAML option extends it, so a typo or a
+wrong type dies at composition. What Hydra lets pass (`+key=`, the word None) is refused here, before anything starts.
+"""
+
+import dataclasses
+import difflib
+import enum
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stages.contract import STAGES, StageConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+
+
+class ConfigError(ValueError):
+    """The user's configuration is wrong: exit code 1, one message, nothing was started."""
+
+
+class ClusterMode(enum.Enum):
+    """Where Ray comes from."""
+
+    local = "local"
+    ephemeral = "ephemeral"
+    attach = "attach"
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """What this invocation is to do. Never part of a fingerprint."""
+
+    until: str | None = None
+    """Last stage to run; the stages that do not lead to it are left out."""
+    rerun: list[str] = field(default_factory=list)
+    """Stages to execute although their result is known."""
+    rerun_from: str | None = None
+    """This stage and everything below it are executed although their results are known."""
+    limit: int | None = None
+    """Take only the first N rows of the source (sets `limit` of the ingest stage, so it does enter its fingerprint)."""
+    lease_timeout_s: float = 3600.0
+    """Seconds to wait for another run that is making the same result, before giving up."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"run.limit must be >= 1, got {self.limit}")
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """The Ray cluster that stages run on. Never part of a fingerprint."""
+
+    mode: ClusterMode = ClusterMode.local
+    """local: this project's own head, started on demand; ephemeral: inside this process; attach: the address below."""
+    address: str | None = None
+    """host:port of a running cluster, for mode attach. Never guessed from the environment."""
+    num_cpus: int | None = None
+    """Logical CPUs of a local head; default: the cores, but at least 4, so that data tasks never starve on a small machine."""
+    object_store_mb: int = 512
+    """Shared memory of a local head's object store, in MiB."""
+    connect_timeout_s: float = 30.0
+    """Seconds to wait for an attached cluster."""
+
+    def __post_init__(self) -> None:
+        if (self.mode is ClusterMode.attach) != (self.address is not None):
+            raise ValueError(
+                f"cluster.address must be given exactly with cluster.mode=attach, got mode={self.mode.name} address={self.address}"
+            )
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """The MLflow store that runs are recorded in. Never part of a fingerprint."""
+
+    uri: str | None = None
+    """MLflow tracking server (http://...); default: a SQLite store under the state directory."""
+    experiment: str | None = None
+    """MLflow experiment; default: the pipeline's name."""
+    timeout_s: float = 10.0
+    """Seconds within which a tracking server must answer at the start of a run."""
+
+
+@dataclass(kw_only=True)
+class StoreConfig:
+    """Where artifacts live. Never part of a fingerprint."""
+
+    root: str | None = None
+    """Directory of the content-addressed store; default: `store` under the state directory."""
+
+
+@dataclass(kw_only=True)
+class AppConfig:
+    """One composed invocation: a pipeline's stages with their values, and how to run them."""
+
+    name: str
+    """Name of the pipeline; also the MLflow experiment."""
+    seed: int = 0
+    """Seeds every random choice; part of every fingerprint."""
+    state: str = ".raykeel"
+    """Root of all state on this machine (relative paths are relative to the repository)."""
+    stages: dict[str, StageConfig] = field(default_factory=dict)
+    """Stage name -> its config. The config's class decides which function runs."""
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+    @property
+    def state_root(self) -> Path:
+        return (ROOT / Path(self.state).expanduser()).resolve()
+
+    @property
+    def store_root(self) -> Path:
+        return (ROOT / Path(self.store.root).expanduser()).resolve() if self.store.root else self.state_root / "store"
+
+
+def register_schemas() -> None:
+    """Give Hydra the dataclasses that YAML files extend."""
+    from hydra.core.config_store import ConfigStore
+
+    import stages
+
+    stages.load()
+    store = ConfigStore.instance()
+    store.store(name="app_schema", node=AppConfig)
+    for config_class, stage in STAGES.items():
+        store.store(group=stage.name, name="schema", node=config_class, package=f"stages.{stage.name}")
+
+
+def compose(overrides: list[str], conf: str | None = None) -> AppConfig:
+    """Compose `conf/config.yaml` with the overrides into dataclasses. Raises ConfigError with one message."""
+    return to_objects(compose_node(overrides, conf))
+
+
+def compose_node(overrides: list[str], conf: str | None = None) -> Any:
+    """The composed OmegaConf node, checked for keys that no dataclass knows; for printing (`make config`)."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schemas()
+    overrides = [_model_shorthand(override) for override in overrides]
+    if conf:
+        if not Path(conf).is_dir():
+            raise ConfigError(f"CONF={conf}: no such directory; it should hold pipeline/ and option folders like conf/ does")
+        overrides = [*overrides, f"hydra.searchpath=['file://{Path(conf).resolve()}']"]
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            node = hydra.compose("config", overrides=overrides)
+        _reject_unknown_keys(node, "")
+        return node
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from error
+
+
+def to_objects(node: Any) -> AppConfig:
+    """OmegaConf node -> AppConfig; runs every `__post_init__`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    missing = sorted(OmegaConf.missing_keys(node))
+    if missing:
+        lines = "; ".join(f"{key} has no value: add {key}=<value>" for key in missing)
+        raise ConfigError(lines)
+    try:
+        app: AppConfig = OmegaConf.to_object(node)
+    except (OmegaConfBaseException, MissingMandatoryValue) as error:
+        raise ConfigError(_explain(error, [])) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _refuse_the_word_none(app, "")
+    return app
+
+
+def plain(value: Any) -> Any:
+    """A dataclass tree as JSON-ready values (Enums by name)."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def expand_sweep(overrides: list[str]) -> list[list[str]]:
+    """Hydra's sweep grammar (`a=1,2 b=range(3)`) -> one list of overrides for each point of the grid, in Hydra's order."""
+    import itertools
+
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        axes = [
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override()
+            else [str(o.input_line)]
+            for o in parsed
+        ]
+    except HydraException as error:
+        raise ConfigError(_explain(error, overrides)) from error
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def _model_shorthand(override: str) -> str:
+    """`model=` picks an option of conf/model; a path or a registry URI is the source of the `fetch` stage instead."""
+    key, equals, value = override.partition("=")
+    if key == "model" and equals and ("/" in value or value.startswith("models:") or Path(value).is_dir()):
+        quoted = value if value[:1] in "'\"" else f"'{value}'"
+        return f"stages.fetch.source={quoted}"
+    return override
+
+
+def _reject_unknown_keys(node: Any, where: str) -> None:
+    """Hydra accepts `+key=` even under a dataclass; a key that no field reads is a mistake."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
+        return
+    kind = OmegaConf.get_type(node)
+    if dataclasses.is_dataclass(kind):
+        known = [f.name for f in dataclasses.fields(kind)]
+        for key in node:
+            if key not in known:
+                raise ConfigError(f"{_join(where, str(key))} is not a field of {kind.__name__}{did_you_mean(str(key), known)}")
+    elif where.startswith("stages.") and where.count(".") == 1:
+        raise ConfigError(f"{where} has no schema: pick an option of a stage, for example `- /train: pretrain` in the pipeline's defaults")
+    for key in node:
+        if not OmegaConf.is_missing(node, key):
+            _reject_unknown_keys(node._get_node(key), _join(where, str(key)))
+
+
+def _refuse_the_word_none(value: Any, where: str) -> None:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value))
+        for f in dataclasses.fields(value):
+            item = getattr(value, f.name)
+            if isinstance(item, str) and item in ("None", "none") and type(None) in typing.get_args(hints[f.name]):
+                raise ConfigError(f"{_join(where, f.name)}={item} is the text {item!r}: to switch it off write {_join(where, f.name)}=null")
+            _refuse_the_word_none(item, _join(where, f.name))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_the_word_none(item, _join(where, str(key)))
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """ "; did you mean 'x'?" or the list of what there is."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; there are: {', '.join(sorted(known))}"
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    """One message from Hydra's and OmegaConf's: field, what was found, what was wanted, the form that works."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, ValidationError
+
+    cause: BaseException = error
+    while cause.__cause__ is not None and not isinstance(cause, OverrideParseException | MissingConfigException):
+        cause = cause.__cause__
+    if isinstance(cause, OverrideParseException):
+        key, equals, value = cause.override.partition("=")
+        quoted = f"{key}='{value}'" if equals else cause.override
+        return (
+            f"cannot read the override {cause.override!r}: characters such as = ? & * or accents need quotes inside quotes: "
+            f'make run "{quoted}"'
+        )
+    first = str(cause).strip().split("\n")[0]
+    full_key = str(getattr(cause, "full_key", "") or "")
+    if isinstance(cause, ConfigKeyError):
+        parent = getattr(cause, "object_type", None)
+        key = str(getattr(cause, "key", full_key))
+        known = [f.name for f in dataclasses.fields(parent)] if dataclasses.is_dataclass(parent) else []
+        if known:
+            return f"{full_key or key} is not a field of {getattr(parent, '__name__', parent)}{did_you_mean(key, known)}"
+        return first
+    if isinstance(cause, ValidationError):
+        return f"{full_key}: {first}" if full_key and full_key not in first else first
+    if isinstance(cause, InterpolationResolutionError):
+        return f"{full_key}: {first}"
+    if isinstance(cause, MissingConfigException):
+        return _missing_option(cause)
+    text = " ".join(str(error).split())
+    return text.replace("Could not override", "cannot override").replace(" To append to your default list use", ". To add it use")
+
+
+def _missing_option(error: Any) -> str:
+    wanted = str(error.missing_cfg_file or "")
+    group, _, option = wanted.rpartition("/")
+    options = [name for name in (error.options or []) if name != "schema"]
+    if group and options:
+        return f"{group}={option}: there is no such option{did_you_mean(option, options)}"
+    return " ".join(str(error).split())
