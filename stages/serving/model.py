@@ -1,0 +1,83 @@
+"""A language model from a directory, ready to answer. Apart, because all who ask it load it the same way.
+
+Always float32: transformers 5 keeps the checkpoint's dtype, and bfloat16 on a CPU without AVX512_BF16 prefills six
+times slower.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from stages.contract import StageError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights, tokenizer and the facts a request is checked against."""
+
+    model: Any
+    tokenizer: Any
+    context_length: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+    eos_ids: frozenset[int]
+    """Ids that end an answer: those of the generation config and the tokenizer's."""
+    start_id: int | None
+    """Stands for an empty prompt: the beginning-of-sequence token, else the end-of-sequence token."""
+
+    @property
+    def backend(self) -> Tokenizer:
+        backend: Tokenizer = self.tokenizer.backend_tokenizer
+        return backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+
+def load_model(directory: Path) -> LoadedModel:
+    """Load a Hugging Face layout from disk; StageError names what is missing or wrong. No pickle, no remote code."""
+    for pattern in ("config.json", "tokenizer.json", "*.safetensors"):
+        if not any(directory.glob(pattern)):
+            raise StageError(
+                f"{directory / pattern}: the model's directory misses this file; train or register it again"
+            )
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model, facts = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers and safetensors raise a dozen kinds for a broken directory
+        raise StageError(f"{directory}: the model does not load ({type(error).__name__}: {error})") from error
+    if facts["missing_keys"]:  # transformers would fill them with random numbers and only warn
+        raise StageError(f"{directory}: the weights miss {sorted(facts['missing_keys'])[0]} (and maybe more)")
+    model.eval()
+    context_length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not context_length:
+        raise StageError(
+            f"{directory / 'config.json'}: max_position_embeddings is missing: the context length is unknown"
+        )
+    eos_ids = frozenset(_ids(model.generation_config.eos_token_id)) | frozenset(_ids(tokenizer.eos_token_id))
+    start_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    vocab_size = int(model.get_input_embeddings().num_embeddings)
+    return LoadedModel(model, tokenizer, int(context_length), vocab_size, eos_ids, start_id)
+
+
+def _ids(value: int | Iterable[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
