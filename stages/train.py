@@ -1,0 +1,343 @@
+"""Trains a language model on packed sequences, from random weights or from a base checkpoint.
+
+The loop is `stages.training.loop`, which knows no launcher. This file chooses where it runs (Ray Train workers, or this
+process), watches `metrics.jsonl` while it does, and takes over the exported model. Ray's part:
+
+    driver --(task)--> fit() --> controller --> one worker a rank, each calling `loop.run`
+
+`fit()` runs in a task of its own, because in a driver's main thread it takes Ctrl-C for itself; cancelling the task
+delivers the same Ctrl-C there, upon which Ray Train takes down its workers and their placement group.
+"""
+
+import math
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts import Checkpoint, TokenDataset
+from stages.contract import Context, ResourcesUnavailable, StageError, stage
+from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, Recipe
+from stages.training.follow import METRICS, Follower
+
+REFUSED, TRACES = "refused.txt", "traces"
+POLL_S = 0.25
+
+
+class Launcher(Enum):
+    """Who starts the training processes."""
+
+    ray = "ray"
+    inline = "inline"
+
+
+@dataclass(kw_only=True)
+class TrainResources:
+    """How training is computed; none of it changes the result beyond rounding."""
+
+    launcher: Launcher = Launcher.ray
+    """`ray`: Ray Train workers. `inline`: one process, this one; for debugging and comparison."""
+    workers: int = 2
+    """Data-parallel workers under `ray`, one process each; `inline` always has one."""
+    cpus_per_worker: float = 1.0
+    """Logical CPUs that Ray reserves for each worker."""
+    threads_per_worker: int = 1
+    """Threads of one worker's tensor operations (also OMP_NUM_THREADS)."""
+    micro_batch_rows: int = 8
+    """Packed rows in one forward pass of one worker; less needs less memory."""
+    checkpoint_every: int = 100
+    """Optimizer steps between resumable checkpoints in the work directory."""
+    max_failures: int = 3
+    """How often dead workers are replaced before the stage fails."""
+    worker_start_timeout_s: int = 60
+    """Seconds that workers may take to be placed."""
+    collective_timeout_s: int = 120
+    """Seconds that a worker may wait for the others before the attempt counts as failed."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name not in ("launcher", "max_failures") and value <= 0:
+                raise ValueError(f"resources.{name} must be above 0, got {value}")
+        if self.max_failures < 0:
+            raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
+
+
+@dataclass(kw_only=True)
+class TrainConfig(Recipe):
+    """Options in `conf/train/`; model shapes in `conf/model/`."""
+
+    model: ModelConfig | None = None
+    """Shape of a model that starts from random weights. Needed without a `base` input, refused with one."""
+    golden_prompts: list[str] = field(default_factory=lambda: list(GOLDEN_PROMPTS))
+    """Prompts whose greedy continuations are stored in the checkpoint: a server must repeat them before it takes traffic."""
+    resources: TrainResources = field(default_factory=TrainResources)
+    """How it is computed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.golden_prompts or not all(self.golden_prompts):
+            raise ValueError(f"golden_prompts must be texts of at least one character, got {self.golden_prompts}")
+
+    def check(self, connected: frozenset[str]) -> None:
+        """Either a shape or a base, never both and never none."""
+        if "base" in connected and self.model is not None:
+            raise ValueError("model must be null when the base input is connected: the base brings its own shape")
+        if "base" not in connected and self.model is None:
+            raise ValueError("model must be set (for instance model=llama_1m) when no base input is connected")
+
+
+@stage(libraries=("torch", "transformers", "tokenizers", "safetensors", "numpy"), ray=True)
+def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoint | None = None) -> Checkpoint:
+    """Packed sequences in, a checkpoint out. Resumes by itself from what an earlier attempt left in `ctx.work`."""
+    cfg.check(frozenset({"base"} if base else ()))
+    _require_same_tokenizer(dataset, base)
+    _log_datasets(ctx, dataset)
+    job = Job(
+        recipe=Recipe(**{name: getattr(cfg, name) for name in Recipe.__dataclass_fields__}),
+        model=cfg.model,
+        base=base.local() if base else None,
+        dataset=dataset.local(),
+        work=ctx.work.resolve(),
+        seed=ctx.seed,
+        golden_prompts=tuple(cfg.golden_prompts),
+        micro_batch_rows=cfg.resources.micro_batch_rows,
+        checkpoint_every=cfg.resources.checkpoint_every,
+        threads=cfg.resources.threads_per_worker,
+    )
+    (job.work / REFUSED).unlink(missing_ok=True)
+    report = Report(ctx, job.work)
+    if cfg.resources.launcher is Launcher.inline:
+        from stages.training.loop import run
+
+        run(job, report.poll)
+    else:
+        _under_ray(cfg.resources, ctx, job, report)
+    report.finish()
+    shutil.copytree(job.work / "export", ctx.output, dirs_exist_ok=True)
+    return Checkpoint(uri=ctx.output.resolve().as_uri())
+
+
+class Report:
+    """Carries the lines of `metrics.jsonl` to the tracker and the console."""
+
+    def __init__(self, ctx: Context, work: Path) -> None:
+        self.ctx, self.work = ctx, work
+        self.follower = Follower(work / METRICS)
+        self.last: dict[str, Any] = {}
+        self.events: list[str] = []
+        self.speeds: list[float] = []
+
+    def poll(self) -> None:
+        """Log what is new, each step once."""
+        for line in self.follower.poll():
+            if "event" in line:
+                self.events.append(line["event"])
+                self.ctx.progress(self.fraction, line["event"])
+            elif "step" in line:
+                self._step(line)
+
+    @property
+    def fraction(self) -> float:
+        return self.last["step"] / self.last["steps"] if self.last else 0.0
+
+    def _step(self, line: dict[str, Any]) -> None:
+        numbers = {k: float(v) for k, v in line.items() if k not in ("step", "steps", "at")}
+        self.ctx.tracker.log_metrics(numbers, step=line["step"], at=line["at"])
+        self.last |= line
+        self.speeds.append(numbers["tokens_per_second"])
+        recent = self.speeds[-20:]
+        speed = sum(recent) / len(recent)
+        per_step = line["tokens"] / line["step"]
+        remaining = (line["steps"] - line["step"]) * per_step / speed if speed else math.inf
+        loss = f"loss {line['loss']:.2f}" if "loss" in line else "loss not finite, skipped"
+        text = f"step {line['step']}/{line['steps']} {loss} {_short(speed)} tok/s ETA {_seconds(remaining)}"
+        self.ctx.progress(self.fraction, text)
+
+    def finish(self) -> None:
+        """What is known at the end: the environment of each worker, events, and the headline."""
+        self.poll()
+        workers = sorted((self.work / "workers").glob("rank-*.json"))
+        self.ctx.tracker.log_text("[" + ",\n".join(w.read_text("utf-8") for w in workers) + "]\n", "environment.json")
+        if self.events:
+            self.ctx.tracker.log_text("\n".join(self.events) + "\n", "events.txt")
+        if self.last:
+            self.ctx.headline(
+                f"validation loss {self.last['validation_loss']:.3f} after {self.last['steps']} steps, "
+                f"{_short(self.last['tokens'])} tokens"
+            )
+
+
+def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:
+    import ray
+
+    _require_cpus(resources)
+    shutil.rmtree(job.work / TRACES, ignore_errors=True)
+    ctx.progress(0.0, f"starting {resources.workers} workers")
+    fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_fit)
+    outcome = fit.remote(job, resources, ctx.fingerprint)
+    try:
+        while not ray.wait([outcome], timeout=POLL_S)[0]:
+            report.poll()
+            if (job.work / REFUSED).exists():
+                raise StageError((job.work / REFUSED).read_text("utf-8"))
+        error = ray.get(outcome)
+    except BaseException:
+        _take_down(outcome)
+        raise
+    report.poll()
+    if (job.work / REFUSED).exists():
+        raise StageError((job.work / REFUSED).read_text("utf-8"))
+    if error:
+        raise StageError(f"{error}; the workers' tracebacks are in {job.work / TRACES}")
+
+
+def _take_down(outcome: Any) -> None:
+    """Cancel `fit()` and wait until it has taken its workers down; after ten seconds kill it."""
+    import ray
+
+    for force in (False, True):
+        ray.cancel(outcome, force=force, recursive=False)
+        if ray.wait([outcome], timeout=10)[0]:
+            return
+
+
+def _require_cpus(resources: TrainResources) -> None:
+    """ResourcesUnavailable within seconds for what this cluster can never give: Ray would ask again for ever."""
+    import ray
+
+    wanted = resources.workers * resources.cpus_per_worker
+    largest = max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    cluster = ray.cluster_resources().get("CPU", 0.0)
+    if resources.cpus_per_worker > largest:
+        raise ResourcesUnavailable(
+            f"needs {resources.cpus_per_worker:g} CPU on one node, the largest has {largest:g}: "
+            f"set stages.train.resources.cpus_per_worker <= {largest:g}"
+        )
+    if wanted > cluster:
+        raise ResourcesUnavailable(
+            f"needs {wanted:g} CPU, cluster has {cluster:g}: "
+            f"set stages.train.resources.workers <= {int(cluster // resources.cpus_per_worker)}"
+        )
+    deadline = time.monotonic() + 5  # what an earlier stage has just given back takes a moment to be counted
+    while (free := ray.available_resources().get("CPU", 0.0)) < wanted:
+        if time.monotonic() > deadline:
+            raise ResourcesUnavailable(
+                f"needs {wanted:g} CPU, cluster has {cluster:g} of which {free:g} are free: set "
+                f"stages.train.resources.workers <= {int(free // resources.cpus_per_worker)}, or stop what holds the rest"
+            )
+        time.sleep(0.2)
+
+
+def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
+    """In a Ray task: run Ray Train to its end. None, or the error in one line."""
+    os.environ.update(
+        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(resources.worker_start_timeout_s),
+        RAY_TRAIN_COLLECTIVE_TIMEOUT_S=str(resources.collective_timeout_s),
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5",
+    )
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.config import LoggingConfig
+    from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+
+    trainer = TorchTrainer(
+        _worker,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(backend="gloo", timeout_s=resources.collective_timeout_s),
+        scaling_config=ScalingConfig(
+            num_workers=resources.workers, resources_per_worker={"CPU": resources.cpus_per_worker}
+        ),
+        run_config=RunConfig(
+            name=fingerprint,
+            storage_path=str(job.work / "ray"),
+            failure_config=FailureConfig(max_failures=resources.max_failures, controller_failure_limit=2),
+            worker_runtime_env={"env_vars": _torchrun_environment(resources)},
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    try:
+        trainer.fit()
+    except WorkerGroupError as error:
+        causes = {rank: str(cause).strip().splitlines()[-1:] for rank, cause in error.worker_failures.items()}
+        return "training workers failed: " + "; ".join(f"rank {r}: {' '.join(c)}" for r, c in sorted(causes.items()))
+    except TrainingFailedError as error:
+        return "training could not start: " + str(error).strip().splitlines()[-1]
+    return None
+
+
+def _torchrun_environment(resources: TrainResources) -> dict[str, str]:
+    """What torchrun gives its workers and Ray Train does not."""
+    return {"OMP_NUM_THREADS": str(resources.threads_per_worker), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+def _worker(config: Mapping[str, Any]) -> None:
+    """One rank under Ray Train. Only the death of a process is worth another try: any other error would come again, so it
+    is left in a file that makes the driver stop at once."""
+    from stages.training.loop import run
+
+    job: Job = config["job"]
+    try:
+        run(job)
+    except Exception as error:
+        rank = os.environ.get("RANK", "0")
+        (job.work / TRACES).mkdir(parents=True, exist_ok=True)
+        trace = job.work / TRACES / f"rank-{rank}-{time.time_ns()}.txt"
+        trace.write_text(traceback.format_exc(), "utf-8")
+        if isinstance(error, StageError):
+            _refuse(job, str(error))
+        elif not _lost_peer(error):
+            _refuse(job, f"training worker {rank}: {type(error).__name__}: {error}; traceback in {trace}")
+        raise
+
+
+def _lost_peer(error: Exception) -> bool:
+    import torch.distributed
+
+    return (
+        isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
+    )
+
+
+def _refuse(job: Job, message: str) -> None:
+    temporary = job.work / f"{REFUSED}.{os.getpid()}"
+    temporary.write_text(message, "utf-8")
+    temporary.replace(job.work / REFUSED)
+
+
+def _require_same_tokenizer(dataset: TokenDataset, base: Checkpoint | None) -> None:
+    """A base model reads ids: with another tokenizer each would mean another text."""
+    if base is None:
+        return
+    from tokenizers import Tokenizer
+
+    ours, theirs = dataset.local() / "tokenizer" / "tokenizer.json", base.local() / "tokenizer.json"
+    if ours.read_bytes() != theirs.read_bytes():
+        if Tokenizer.from_file(str(ours)).get_vocab() != Tokenizer.from_file(str(theirs)).get_vocab():
+            raise StageError(
+                "the data set was tokenized with another tokenizer than the base model's; connect the base to the "
+                "tokenize stage too"
+            )
+
+
+def _log_datasets(ctx: Context, dataset: TokenDataset) -> None:
+    summary = dataset.summary()
+    for split, purpose in (("train", "training"), ("validation", "validation")):
+        facts = summary.get(split) or summary.get("splits", {}).get(split, {})
+        profile = {k: float(v) for k, v in facts.items() if isinstance(v, int | float)}
+        ctx.tracker.log_dataset(split, dataset, purpose, profile)
+
+
+def _short(number: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,91 @@
+"""Turns a model in memory into a Checkpoint directory and proves that what was written is what was trained. Apart,
+because fetched and trained models must leave in one form: weights, tokenizer with its template, generation settings and
+golden answers."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from stages.artifacts import Checkpoint
+from stages.contract import StageError
+from stages.training import model as models
+from stages.training.config import Job
+from stages.training.decode import generate, top_logprobs
+
+GOLDEN = "golden.json"
+GOLDEN_TOKENS = 16
+GOLDEN_TOP = 5
+
+
+def export(model: Any, job: Job, summary: dict[str, Any], *, eos_token_id: int, probe: np.ndarray[Any, Any]) -> None:
+    """Write `job.work / "export"` afresh. StageError unless the reloaded model's logits on `probe` (ids [1, length])
+    equal those in memory exactly."""
+    directory = job.work / "export"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    model.eval()
+    repair_generation(model, eos_token_id)
+    model.save_pretrained(directory)
+    for file in sorted((job.dataset / "tokenizer").iterdir()):
+        shutil.copyfile(file, directory / file.name)
+    reloaded = models.load(directory)
+    found = difference(model, reloaded, torch.from_numpy(probe.astype(np.int64)))
+    if found != 0:
+        raise StageError(f"{directory}: reloaded logits differ by {found:.3g} from those in memory, wanted exactly 0")
+    write_golden(directory, reloaded, job.golden_prompts)
+    facts = {"architecture": type(model).__name__, "parameters": models.parameters(model)}
+    Checkpoint.write(directory, summary | facts | {"vocab_size": model.config.vocab_size})
+
+
+def repair_generation(model: Any, eos_token_id: int) -> None:
+    """Make the model stop at the token that ends the training documents, and drop sampling flags that contradict greedy
+    decoding: the library refuses to save those, which would lose the trained model at the very end."""
+    settings = model.generation_config or transformers.GenerationConfig()
+    stops = settings.eos_token_id
+    known = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    stops = [eos_token_id, *(token for token in known if token != eos_token_id)]
+    kept = {"bos_token_id": settings.bos_token_id, "pad_token_id": settings.pad_token_id}
+    if kept["pad_token_id"] is None:
+        kept["pad_token_id"] = eos_token_id
+    if settings.do_sample:
+        kept |= {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=stops[0] if len(stops) == 1 else stops, **{k: v for k, v in kept.items() if v is not None}
+    )
+    model.config.eos_token_id = model.generation_config.eos_token_id
+
+
+@torch.no_grad()
+def difference(first: Any, second: Any, ids: torch.Tensor) -> float:
+    """Largest absolute difference of two models' logits on the same ids."""
+    return float(
+        (first(input_ids=ids, use_cache=False).logits - second(input_ids=ids, use_cache=False).logits).abs().max()
+    )
+
+
+def write_golden(directory: Path, model: Any, prompts: Sequence[str]) -> None:
+    """`golden.json`: for each prompt its ids, the greedy continuation and the top log-probabilities of the next token.
+
+    Log-probabilities are rounded to 4 digits: a server with other threads or a cache agrees to about 1e-5.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    stops = model.generation_config.eos_token_id
+    stop = stops if isinstance(stops, list) else [stops]
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise StageError(f"golden_prompts: {prompt!r} has no tokens; give a prompt of at least one character")
+        greedy = generate(model, ids, GOLDEN_TOKENS, stop=stop)
+        top = [{"id": i, "logprob": round(value, 4)} for i, value in top_logprobs(model, ids, GOLDEN_TOP)]
+        answers.append({"prompt": prompt, "prompt_ids": ids, "greedy_ids": greedy, "top_logprobs": top})
+    text = json.dumps(
+        {"max_new_tokens": GOLDEN_TOKENS, "answers": answers}, indent=2, sort_keys=True, ensure_ascii=False
+    )
+    (directory / GOLDEN).write_text(text + "\n", "utf-8")
