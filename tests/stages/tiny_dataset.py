@@ -87,7 +87,9 @@ def _pack(documents: list[tuple[list[int], list[int]]], eos: int) -> list[tuple[
     return rows
 
 
-def _write(directory: Path, rows: list[tuple[list[int], list[int], list[int]]], documents: list[object]) -> dict[str, int]:
+def _write(
+    directory: Path, rows: list[tuple[list[int], list[int], list[int]]], documents: list[object]
+) -> dict[str, int]:
     directory.mkdir(parents=True)
     names = ("input_ids", "labels", "document_starts")
     table = pyarrow.table({n: pyarrow.array(c, LIST) for n, c in zip(names, zip(*rows, strict=True), strict=True)})
