@@ -36,9 +36,7 @@ def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
     """Ray is initialised in this process inside the block. Raises ResourcesUnavailable."""
     quiet()
     if cfg.mode is ClusterMode.local:
-        user = state / "cluster" / "users" / f"{os.getpid()}.json"
-        user.parent.mkdir(parents=True, exist_ok=True)
-        user.write_text(json.dumps(identity()))
+        hold(state)
         try:
             address = _head_address(cfg, state)
             _authenticate(state)
@@ -46,9 +44,7 @@ def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
             yield
         finally:
             _shutdown()
-            user.unlink(missing_ok=True)
-            if not _users(state) and not endpoint_record(state):
-                down(state)
+            release(state)
     elif cfg.mode is ClusterMode.ephemeral:
         state.mkdir(parents=True, exist_ok=True)
         _authenticate(state)
@@ -66,6 +62,27 @@ def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
             yield
         finally:
             _shutdown()
+
+
+def hold(state: Path) -> None:
+    """Say that this process uses the local head: it stays up until `release`, or until this process is gone."""
+    user = _user_path(state)
+    user.parent.mkdir(parents=True, exist_ok=True)
+    user.write_text(json.dumps(identity()))
+
+
+def release(state: Path) -> None:
+    """The head is not needed any more by this process; without other users and without an endpoint it is stopped."""
+    _user_path(state).unlink(missing_ok=True)
+    if not _users(state) and not endpoint_record(state):
+        down(state)
+
+
+def start_ahead(cfg: ClusterConfig, state: Path) -> None:
+    """Start the local head if there is none, so that it is up when the first stage needs it; `connect` reports failures."""
+    quiet()
+    with contextlib.suppress(ResourcesUnavailable, OSError):
+        _head_address(cfg, state)
 
 
 def quiet() -> None:
@@ -133,6 +150,10 @@ def temp_directory(state: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"rk-{os.getuid()}-{hashlib.sha256(str(state).encode()).hexdigest()[:8]}"
 
 
+def _user_path(state: Path) -> Path:
+    return state / "cluster" / "users" / f"{os.getpid()}.json"
+
+
 def _head_path(state: Path) -> Path:
     return state / "cluster" / "head.json"
 
@@ -198,7 +219,9 @@ def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
             break
         time.sleep(0.1)
     keeper.kill()
-    raise ResourcesUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {_last_line(log)} (whole log: {log})")
+    raise ResourcesUnavailable(
+        f"Ray did not start within {START_TIMEOUT_S:.0f} s: {_last_line(log)} (whole log: {log})"
+    )
 
 
 def _logical_cpus(cfg: ClusterConfig) -> int:
@@ -246,9 +269,13 @@ def _start_here(cfg: ClusterConfig, state: Path) -> None:
     temporary = temp_directory(state)
     temporary.mkdir(mode=0o700, exist_ok=True)
     if temporary.stat().st_uid != os.getuid():
-        raise ResourcesUnavailable(f"{temporary} belongs to another user; remove it or set TMPDIR to a short directory of your own")
+        raise ResourcesUnavailable(
+            f"{temporary} belongs to another user; remove it or set TMPDIR to a short directory of your own"
+        )
     if len(str(temporary)) > 45:
-        raise ResourcesUnavailable(f"{temporary} is too long for Ray's sockets ({len(str(temporary))} > 45 bytes): set TMPDIR=/tmp")
+        raise ResourcesUnavailable(
+            f"{temporary} is too long for Ray's sockets ({len(str(temporary))} > 45 bytes): set TMPDIR=/tmp"
+        )
     _init(
         address="local",
         num_cpus=_logical_cpus(cfg),
@@ -264,11 +291,15 @@ def _require_listening(address: str, timeout_s: float) -> None:
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ResourcesUnavailable(f"cluster.address={address}: write host:port of the Ray head, for example 10.0.0.5:6379")
+        raise ResourcesUnavailable(
+            f"cluster.address={address}: write host:port of the Ray head, for example 10.0.0.5:6379"
+        )
     try:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
     except OSError as error:
-        raise ResourcesUnavailable(f"cluster.address={address} (from the config): nothing answers there ({error})") from error
+        raise ResourcesUnavailable(
+            f"cluster.address={address} (from the config): nothing answers there ({error})"
+        ) from error
 
 
 def _last_line(log: Path) -> str:

@@ -147,7 +147,9 @@ def compose_node(overrides: list[str], conf: str | None = None) -> Any:
     overrides = [_model_shorthand(override) for override in overrides]
     if conf:
         if not Path(conf).is_dir():
-            raise ConfigError(f"CONF={conf}: no such directory; it should hold pipeline/ and option folders like conf/ does")
+            raise ConfigError(
+                f"CONF={conf}: no such directory; it should hold pipeline/ and option folders like conf/ does"
+            )
         overrides = [*overrides, f"hydra.searchpath=['file://{Path(conf).resolve()}']"]
     GlobalHydra.instance().clear()
     try:
@@ -169,7 +171,8 @@ def to_objects(node: Any) -> AppConfig:
         lines = "; ".join(f"{key} has no value: add {key}=<value>" for key in missing)
         raise ConfigError(lines)
     try:
-        app: AppConfig = OmegaConf.to_object(node)
+        app = OmegaConf.to_object(node)
+        assert isinstance(app, AppConfig)
     except (OmegaConfBaseException, MissingMandatoryValue) as error:
         raise ConfigError(_explain(error, [])) from error
     except ValueError as error:
@@ -231,9 +234,13 @@ def _reject_unknown_keys(node: Any, where: str) -> None:
         known = [f.name for f in dataclasses.fields(kind)]
         for key in node:
             if key not in known:
-                raise ConfigError(f"{_join(where, str(key))} is not a field of {kind.__name__}{did_you_mean(str(key), known)}")
+                raise ConfigError(
+                    f"{_join(where, str(key))} is not a field of {kind.__name__}{did_you_mean(str(key), known)}"
+                )
     elif where.startswith("stages.") and where.count(".") == 1:
-        raise ConfigError(f"{where} has no schema: pick an option of a stage, for example `- /train: pretrain` in the pipeline's defaults")
+        raise ConfigError(
+            f"{where} has no schema: pick an option of a stage, for example `- /train: pretrain` in the pipeline's defaults"
+        )
     for key in node:
         if not OmegaConf.is_missing(node, key):
             _reject_unknown_keys(node._get_node(key), _join(where, str(key)))
@@ -245,7 +252,9 @@ def _refuse_the_word_none(value: Any, where: str) -> None:
         for f in dataclasses.fields(value):
             item = getattr(value, f.name)
             if isinstance(item, str) and item in ("None", "none") and type(None) in typing.get_args(hints[f.name]):
-                raise ConfigError(f"{_join(where, f.name)}={item} is the text {item!r}: to switch it off write {_join(where, f.name)}=null")
+                raise ConfigError(
+                    f"{_join(where, f.name)}={item} is the text {item!r}: to switch it off write {_join(where, f.name)}=null"
+                )
             _refuse_the_word_none(item, _join(where, f.name))
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -284,7 +293,9 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         key = str(getattr(cause, "key", full_key))
         known = [f.name for f in dataclasses.fields(parent)] if dataclasses.is_dataclass(parent) else []
         if known:
-            return f"{full_key or key} is not a field of {getattr(parent, '__name__', parent)}{did_you_mean(key, known)}"
+            return (
+                f"{full_key or key} is not a field of {getattr(parent, '__name__', parent)}{did_you_mean(key, known)}"
+            )
         return first
     if isinstance(cause, ValidationError):
         return f"{full_key}: {first}" if full_key and full_key not in first else first
@@ -293,7 +304,9 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     if isinstance(cause, MissingConfigException):
         return _missing_option(cause)
     text = " ".join(str(error).split())
-    return text.replace("Could not override", "cannot override").replace(" To append to your default list use", ". To add it use")
+    return text.replace("Could not override", "cannot override").replace(
+        " To append to your default list use", ". To add it use"
+    )
 
 
 def _missing_option(error: Any) -> str:

@@ -149,7 +149,9 @@ def _require_stable(value: Any, where: str) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{where}: {value} has no stable form")
     elif value is not None and not isinstance(value, str | int | float | bool):
-        raise TypeError(f"{where}: a {type(value).__name__} has no stable form; use text, numbers, lists or dataclasses")
+        raise TypeError(
+            f"{where}: a {type(value).__name__} has no stable form; use text, numbers, lists or dataclasses"
+        )
 
 
 def _leaves(value: Any, where: str) -> list[tuple[str, Any]]:

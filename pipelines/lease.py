@@ -42,7 +42,9 @@ class Lease:
         self._thread.start()
 
     @classmethod
-    def acquire(cls, root: Path, fingerprint: str, waiting: Callable[[str], None], timeout_s: float = 3600.0) -> "Lease":
+    def acquire(
+        cls, root: Path, fingerprint: str, waiting: Callable[[str], None], timeout_s: float = 3600.0
+    ) -> "Lease":
         """Wait until the lease is ours. `waiting(text)` is called once a second with who holds it."""
         path = root / f"{fingerprint}.json"
         root.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,9 @@ class Lease:
                     return cls(path, fence)
             who = f"process {holder['pid']} on {holder['host']}"
             if time.monotonic() > deadline:
-                raise LeaseTimeout(f"{who} has held {path} for more than {timeout_s:.0f} s; stop it or raise run.lease_timeout_s")
+                raise LeaseTimeout(
+                    f"{who} has held {path} for more than {timeout_s:.0f} s; stop it or raise run.lease_timeout_s"
+                )
             waiting(who)
             time.sleep(1.0)
 
@@ -81,7 +85,9 @@ class Lease:
     def __enter__(self) -> "Lease":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
     def _beat(self) -> None:

@@ -64,7 +64,7 @@ def build(app: AppConfig) -> list[Step]:
 
 def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, registry: Any) -> None:
     """Fill in action, reason, fingerprint and record of each step. Raises ConfigError when a source is missing."""
-    forced = _forced(app, steps)
+    asked = forced(app, steps)
     known: dict[str, str] = {}
     for step in steps:
         step.last = store.last(app.name, step.name)
@@ -74,8 +74,8 @@ def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, 
             continue
         identify(app, step, known, resolver)
         assert step.fingerprint is not None
-        if step.name in forced:
-            step.action, step.reason = "run", forced[step.name]
+        if step.name in asked:
+            step.action, step.reason = "run", asked[step.name]
             continue
         record, broken = store.find(step.fingerprint)
         moved = world_moved(step, record, store, registry, app.state_root) if record else None
@@ -83,7 +83,7 @@ def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, 
             step.action, step.reason, step.record = "reuse", _since(record), record
             known[step.name] = record.digest
         else:
-            step.action, step.reason = "run", broken or moved or _why(step)
+            step.action, step.reason = "run", broken or moved or why(step)
 
 
 def identify(app: AppConfig, step: Step, known: dict[str, str], resolver: Resolver) -> None:
@@ -150,9 +150,13 @@ def _check_edges(step: Step, steps: dict[str, Step]) -> None:
     for parameter, upstream in step.cfg.inputs.items():
         where = f"stages.{step.name}.inputs.{parameter}"
         if parameter not in wanted:
-            raise ConfigError(f"{where}: {step.stage.name} has no such input{did_you_mean(parameter, list(wanted) or ['none'])}")
+            raise ConfigError(
+                f"{where}: {step.stage.name} has no such input{did_you_mean(parameter, list(wanted) or ['none'])}"
+            )
         if upstream not in steps:
-            raise ConfigError(f"{where}: no stage named '{upstream}' in this pipeline{did_you_mean(upstream, list(steps))}")
+            raise ConfigError(
+                f"{where}: no stage named '{upstream}' in this pipeline{did_you_mean(upstream, list(steps))}"
+            )
         kind, made = wanted[parameter][0], steps[upstream].stage.output
         if not issubclass(made, kind):
             raise ConfigError(f"{where} wants {kind.__name__}, but {upstream} makes {made.__name__}")
@@ -201,18 +205,19 @@ def _apply_limit(app: AppConfig, steps: list[Step]) -> None:
         step.cfg = dataclasses.replace(step.cfg, limit=app.run.limit)  # type: ignore[call-arg]
 
 
-def _forced(app: AppConfig, steps: list[Step]) -> dict[str, str]:
+def forced(app: AppConfig, steps: list[Step]) -> dict[str, str]:
+    """Stage -> why it runs although its result may be known."""
     by_name = {step.name: step for step in steps}
-    forced = {}
+    asked = {}
     for name in app.run.rerun:
         _known_stage("run.rerun", name, by_name)
-        forced[name] = "asked for by run.rerun"
+        asked[name] = "asked for by run.rerun"
     if app.run.rerun_from is not None:
         _known_stage("run.rerun_from", app.run.rerun_from, by_name)
         for step in steps:
             if app.run.rerun_from in _ancestors(step.name, by_name):
-                forced[step.name] = f"asked for by run.rerun_from={app.run.rerun_from}"
-    return forced
+                asked[step.name] = f"asked for by run.rerun_from={app.run.rerun_from}"
+    return asked
 
 
 def _known_stage(field_name: str, name: str, steps: dict[str, Step]) -> None:
@@ -220,12 +225,15 @@ def _known_stage(field_name: str, name: str, steps: dict[str, Step]) -> None:
         raise ConfigError(f"{field_name}={name}: no stage of that name in this run{did_you_mean(name, list(steps))}")
 
 
-def _why(step: Step) -> str:
+def why(step: Step) -> str:
+    """In one line, why a step has to run."""
     if step.last is None:
         return "never made"
     if not step.changes:
         return "its record is gone"
-    return "; ".join(step.changes[:3]) + (f"; and {len(step.changes) - 3} more (make why)" if len(step.changes) > 3 else "")
+    return "; ".join(step.changes[:3]) + (
+        f"; and {len(step.changes) - 3} more (make why)" if len(step.changes) > 3 else ""
+    )
 
 
 def _since(record: Record) -> str:

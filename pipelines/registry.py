@@ -15,6 +15,11 @@ from stages.contract import ResourcesUnavailable, StageError
 ALIASES = ("candidate", "champion", "previous")
 
 
+def tracking_uri(configured: str | None, state: Path) -> str:
+    """The MLflow tracking URI: the configured server, or a SQLite file under the state root."""
+    return configured or f"sqlite:///{state / 'mlflow' / 'mlflow.db'}"
+
+
 class RegistryReader:
     """The reading half of `stages.contract.Registry` on a tracking URI (sqlite:///... or http://...)."""
 
@@ -39,7 +44,9 @@ class RegistryReader:
     def alias(self, name: str, alias: str) -> int | None:
         """The version an alias points at, or None."""
         if self._sqlite:
-            rows = self._query("SELECT version FROM registered_model_aliases WHERE name = ? AND alias = ?", (name, alias))
+            rows = self._query(
+                "SELECT version FROM registered_model_aliases WHERE name = ? AND alias = ?", (name, alias)
+            )
             return int(rows[0][0]) if rows else None
         found = self._get("registered-models/alias", {"name": name, "alias": alias}).get("model_version")
         return int(found["version"]) if found else None
@@ -50,7 +57,8 @@ class RegistryReader:
         if self._sqlite:
             rows = self._query("SELECT source FROM model_versions WHERE name = ? AND version = ?", (name, version))
             tags = self._query(
-                "SELECT value FROM model_version_tags WHERE name = ? AND version = ? AND key = 'digest'", (name, version)
+                "SELECT value FROM model_version_tags WHERE name = ? AND version = ? AND key = 'digest'",
+                (name, version),
             )
             source, digest = (rows[0][0] if rows else None), (tags[0][0] if tags else None)
         else:
@@ -60,7 +68,9 @@ class RegistryReader:
         if source is None:
             raise StageError(f"{model}: the registry has no version {version} of {name}")
         if digest is None:
-            raise StageError(f"{model}: this version carries no content digest, so it was not registered by a pipeline here")
+            raise StageError(
+                f"{model}: this version carries no content digest, so it was not registered by a pipeline here"
+            )
         return str(source), str(digest)
 
     def _name_and_version(self, model: str) -> tuple[str, int]:
@@ -69,7 +79,9 @@ class RegistryReader:
             name, _, alias = rest.partition("@")
             version = self.alias(name, alias)
             if version is None:
-                raise StageError(f"{model}: no version of '{name}' has the alias '{alias}'; run the pipeline that makes it first")
+                raise StageError(
+                    f"{model}: no version of '{name}' has the alias '{alias}'; run the pipeline that makes it first"
+                )
             return name, version
         name, _, number = rest.rpartition("/")
         if not name or not number.isdigit():
@@ -105,7 +117,9 @@ class RegistryReader:
                 return {}
             raise ResourcesUnavailable(f"{redacted(self.uri)}: the registry answered {error.code}") from error
         except OSError as error:
-            raise ResourcesUnavailable(f"{redacted(self.uri)}: the tracking server cannot be reached ({error})") from error
+            raise ResourcesUnavailable(
+                f"{redacted(self.uri)}: the tracking server cannot be reached ({error})"
+            ) from error
 
 
 def redacted(uri: str) -> str:

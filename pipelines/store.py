@@ -13,11 +13,14 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipelines.lease import Lease
 
@@ -138,13 +141,16 @@ class Store:
 
     def stage_directory(self, fingerprint: str) -> Path:
         """A fresh directory for one attempt."""
-        directory = self.root / "staging" / f"{fingerprint[:16]}.{uuid.uuid4().hex[:8]}"
+        owner = f"{socket.gethostname()}.{os.getpid()}"
+        directory = self.root / "staging" / f"{fingerprint[:16]}.{owner}.{uuid.uuid4().hex[:8]}"
         directory.mkdir(parents=True)
         return directory
 
-    def publish(self, staged: Path, fingerprint: str, payload: dict[str, Any], meta: dict[str, Any], lease: Lease) -> Record:
+    def publish(
+        self, staged: Path, fingerprint: str, payload: dict[str, Any], meta: dict[str, Any], lease: Lease
+    ) -> Record:
         """Hash, fsync, manifest last, rename, record: after the last rename the result exists, before it nothing does."""
-        files = {}
+        files: dict[str, dict[str, Any]] = {}
         for path in sorted(p for p in staged.rglob("*") if p.is_file()):
             if path.is_symlink():
                 raise IntegrityError(f"{path}: an artifact may not hold links")
@@ -175,10 +181,11 @@ class Store:
                 staged.rename(target)
         _fsync(target.parent)
 
-    def sweep_staging(self, fingerprint: str) -> None:
-        """Remove what killed attempts of this fingerprint left; call it under the lease only."""
-        for left in (self.root / "staging").glob(f"{fingerprint[:16]}.*"):
-            shutil.rmtree(left, ignore_errors=True)
+    def sweep_staging(self) -> None:
+        """Remove what killed processes of this host left half written."""
+        for left in (self.root / "staging").glob(f"*.{socket.gethostname()}.*.*"):
+            if not psutil.pid_exists(int(left.name.split(".")[-2])):
+                shutil.rmtree(left, ignore_errors=True)
 
     # Digests of what stands outside the store
 

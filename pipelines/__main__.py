@@ -1,0 +1,296 @@
+"""The command line: `raykeel <command> [overrides]` = `python -m pipelines ...`; `make` is its front door.
+
+Overrides are Hydra's. From make they arrive in RAYKEEL_OVERRIDES, free text in RAYKEEL_TEXT; never spliced into a shell.
+Exit codes: 0 ok, 1 configuration, 2 stage failed, 3 gate refused, 4 awaiting approval, 5 cluster or tracking unavailable,
+6 integrity, 130/143 signals.
+"""
+
+import argparse
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipelines.config import ROOT, AppConfig, ConfigError, compose, compose_node, expand_sweep
+from pipelines.console import Console
+
+COMMANDS = ("run", "plan", "why", "config", "sweep", "status", "ask", "ui", "down")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, dispatch, and turn every failure into one message and one exit code."""
+    parser = argparse.ArgumentParser(
+        prog="raykeel", description="From raw rows to a served, versioned model: one config."
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument(
+        "overrides", nargs="*", help="Hydra overrides, for example pipeline=finetune stages.train.learning_rate=3e-4"
+    )
+    parser.add_argument("--traceback", action="store_true", help="print the Python traceback of a failure")
+    parser.add_argument("--conf", default=os.environ.get("CONF"), help="directory with more pipelines and options")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    overrides = from_make(os.environ.get("RAYKEEL_OVERRIDES", "")) + arguments.overrides
+    handler: Callable[[Console, list[str], str | None], int] = globals()[f"_{arguments.command}"]
+    try:
+        return handler(console, overrides, arguments.conf)
+    except BaseException as error:
+        code, message = _verdict(error)
+        if code is None:
+            raise
+        if arguments.traceback:
+            traceback.print_exc()
+        console.error(message, code)
+        return code
+
+
+def from_make(words: str) -> list[str]:
+    """`$(MAKEOVERRIDES)` -> overrides. make lists them last first, with blanks and backslashes escaped and `$` doubled;
+    ALL-CAPS names are make's own variables."""
+    found = [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in re.findall(r"(?:\\.|[^\s\\])+", words)]
+    return [word for word in reversed(found) if not re.match(r"^[A-Z_]+:?=", word)]
+
+
+def _verdict(error: BaseException) -> tuple[int | None, str]:
+    """(exit code, message) of a failure; code None for SystemExit."""
+    from pipelines.lease import LeaseLost, LeaseTimeout
+    from pipelines.runner import Terminated
+    from pipelines.store import IntegrityError
+    from stages.artifacts import ArtifactError
+    from stages.contract import GateRefused, ResourcesUnavailable, StageError
+
+    if isinstance(error, SystemExit):
+        return None, ""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted; what was published stays, the next run goes on from there"
+    if isinstance(error, Terminated):
+        return 128 + error.number, "terminated; what was published stays, the next run goes on from there"
+    codes: list[tuple[type[BaseException], int]] = [
+        (ConfigError, 1),
+        (GateRefused, 3),
+        (ResourcesUnavailable, 5),
+        (LeaseTimeout, 5),
+        (StageError, 2),
+        (ArtifactError, 2),
+        (IntegrityError, 6),
+        (LeaseLost, 6),
+    ]
+    for kind, code in codes:
+        if isinstance(error, kind):
+            return code, str(error)
+    log = ROOT / ".raykeel" / "logs" / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("".join(traceback.format_exception(error)), "utf-8")
+    return (
+        2,
+        f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''} (traceback: {log})",
+    )
+
+
+def _run(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import runner
+
+    app = compose(overrides, conf)
+    _log_to_file(app)
+    started = time.monotonic()
+    with runner.signals(), runner.Session(app, console) as session:
+        outcome = runner.run(app, session, _as_typed("run", overrides))
+    _say_what_now(console, app, outcome, time.monotonic() - started)
+    return 0
+
+
+def _plan(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import plan, runner
+
+    app = compose(overrides, conf)
+    steps, _ = runner.planned(app)
+    console.plan(app.name, steps, plan.announcements(steps, app.state_root))
+    to_run = sum(step.action == "run" for step in steps)
+    unknown = sum(step.action == "unknown" for step in steps)
+    console.line(
+        f"{to_run} of {len(steps)} stages to run"
+        + (f", {unknown} to be decided when their inputs are made" if unknown else "")
+    )
+    return 0
+
+
+def _why(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import runner
+
+    app = compose(overrides, conf)
+    steps, _ = runner.planned(app)
+    for step in steps:
+        if step.action == "reuse":
+            console.line(f"{step.name}: reuse, {step.reason}")
+            continue
+        console.line(f"{step.name}: {step.action}, {step.reason}")
+        for change in step.changes:
+            console.line(f"    {change}")
+    return 0
+
+
+def _config(console: Console, overrides: list[str], conf: str | None) -> int:
+    from omegaconf import OmegaConf
+
+    node = compose_node(overrides, conf)
+    console.line(OmegaConf.to_yaml(node, resolve=True).rstrip())
+    return 0
+
+
+def _sweep(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import runner
+
+    points = expand_sweep(overrides)
+    if not any(o.startswith("run.until=") for o in overrides) and "evaluate" in compose(points[0], conf).stages:
+        points = [[*point, "run.until=evaluate"] for point in points]
+        console.line("each point runs until evaluate; say run.until=<stage> for more")
+    apps = [compose(point, conf) for point in points]
+    _log_to_file(apps[0])
+    sweep = time.strftime("sweep-%Y%m%d-%H%M%S")
+    rows = []
+    with runner.signals(), runner.Session(apps[0], console) as session:
+        for number, (app, point) in enumerate(zip(apps, points, strict=True), 1):
+            console.line(f"\npoint {number} of {len(apps)}: {' '.join(point)}")
+            outcome = runner.run(app, session, _as_typed("run", point), {"raykeel.sweep": sweep})
+            last = list(outcome.headlines.values())[-1] if outcome.headlines else "reused"
+            rows.append(
+                (" ".join(p for p in point if any(p not in other for other in points)) or "the only point", last)
+            )
+    console.line(f"\n{sweep} (in the MLflow UI: tags.`raykeel.sweep` = '{sweep}')")
+    console.table(rows)
+    return 0
+
+
+def _status(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import cluster
+    from pipelines.registry import ALIASES, RegistryReader, tracking_uri
+
+    app = compose(overrides, conf)
+    now = cluster.status(app.state_root)
+    endpoint = now["endpoint"]
+    registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root))
+    aliases = {alias: registry.alias(app.name, alias) for alias in ALIASES}
+    used = sum(p.stat().st_size for p in app.store_root.rglob("*") if p.is_file()) if app.store_root.exists() else 0
+    console.table(
+        [
+            ("Ray head", f"process {now['head']}" if now["head"] else "not running"),
+            (
+                "endpoint",
+                f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}" if endpoint else "none",
+            ),
+            (f"models:/{app.name}", ", ".join(f"{a} = {v}" for a, v in aliases.items() if v) or "no version"),
+            ("store", f"{app.store_root} ({used / 2**20:.1f} MB)"),
+        ]
+    )
+    return 0
+
+
+def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
+    from stages.serving.ask import stream_answer
+
+    from pipelines import cluster
+    from stages.contract import ResourcesUnavailable
+
+    text = os.environ.get("TEXT") or os.environ.get("RAYKEEL_TEXT") or ""
+    if not text:
+        raise ConfigError('nothing to ask: make ask TEXT="os.path.join("')
+    app = compose(overrides, conf)
+    endpoint = cluster.endpoint_record(app.state_root)
+    if endpoint is None:
+        raise ResourcesUnavailable("nothing is served by this project now: make run starts an endpoint")
+    console.out.print(text, end="", markup=False, style="dim")
+    for piece in stream_answer(endpoint["base_url"], text):
+        console.out.print(piece, end="", markup=False)
+    console.out.print()
+    return 0
+
+
+def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines.registry import redacted, tracking_uri
+
+    app = compose(overrides, conf)
+    uri = tracking_uri(app.tracking.uri, app.state_root)
+    if uri.startswith("http"):
+        console.line(f"runs are recorded at {redacted(uri)}: open that address")
+        return 0
+    if not Path(uri.removeprefix("sqlite:///")).exists():
+        raise ConfigError("there is no MLflow store yet: make run makes one")
+    port = os.environ.get("PORT", "5000")
+    console.line(f"MLflow on {uri}: http://127.0.0.1:{port} (Ctrl-C ends it; another port: make ui PORT=5001)")
+    os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false")
+    mlflow = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        uri,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--workers",
+        "1",
+    ]
+    os.execv(sys.executable, mlflow)
+
+
+def _down(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import cluster
+
+    app = compose(overrides, conf)
+    console.line(cluster.down(app.state_root) or "nothing of this project is running")
+    return 0
+
+
+def _say_what_now(console: Console, app: AppConfig, outcome: Any, seconds: float) -> None:
+    from pipelines import cluster
+
+    endpoint = cluster.endpoint_record(app.state_root)
+    if outcome.executed:
+        console.line(f"{outcome.executed} of {len(outcome.steps)} stages ran in {seconds:.0f} s")
+    rows = []
+    if endpoint and "deploy" in {step.name for step in outcome.steps}:
+        rows += [("served", f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']} (OpenAI-compatible)")]
+        rows += [("ask it", 'make ask TEXT="os.path.join("')]
+    rows += [("see it", "make ui")]
+    if endpoint:
+        rows += [("stop it", "make down")]
+    console.table(rows)
+
+
+def _as_typed(command: str, overrides: list[str]) -> str:
+    """The make command line that repeats this run."""
+    import shlex
+
+    return " ".join(["make", command, *(shlex.quote(o) for o in overrides)])
+
+
+def _log_to_file(app: AppConfig) -> None:
+    """Everything that libraries say goes to one file; the console is for people."""
+    import warnings
+
+    directory = app.state_root / "logs"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"state={app.state}: {directory} cannot be written ({error.strerror}); choose another with state=<directory>"
+        ) from error
+    logging.basicConfig(
+        filename=directory / "driver.log",
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        force=True,
+    )
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

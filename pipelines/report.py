@@ -1,0 +1,298 @@
+"""What a reviewer must know before saying yes: one markdown description for the MLflow run, the same as one HTML file.
+Apart, because it reads published summaries and records only; it never computes a number of its own.
+"""
+
+import html
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelines import plan
+from pipelines.config import AppConfig
+from pipelines.plan import Step
+from pipelines.store import Store
+from stages.artifacts import (
+    Approval,
+    Artifact,
+    ArtifactError,
+    Corpus,
+    Endpoint,
+    EvalReport,
+    ModelVersion,
+    ProbeReport,
+    Rows,
+    TokenDataset,
+)
+
+SAMPLES_SHOWN = 3
+
+
+@dataclass
+class Facts:
+    """Everything that both renderings show."""
+
+    title: str
+    status: str
+    problem: str
+    command: str
+    seed: int
+    steps: list[Step]
+    summaries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Artifact type name -> summary of the last stage that made one."""
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def of(self, kind: type[Artifact]) -> dict[str, Any]:
+        return self.summaries.get(kind.__name__, {})
+
+    @property
+    def verdict(self) -> str:
+        if self.status != "FINISHED":
+            return f"{self.status}: {self.problem}"
+        if self.of(ProbeReport):
+            return "PASSED: trained, judged, registered, served and asked over HTTP"
+        return "FINISHED: every stage asked for is published"
+
+
+def log(app: AppConfig, steps: list[Step], store: Store, parent: Any, status: str, problem: str, command: str) -> None:
+    """Write description, report.html and plan.json to the parent run."""
+    facts = gather(app, steps, store, status, problem, command)
+    parent.set_tags({"mlflow.note.content": markdown(facts), "raykeel.verdict": facts.verdict[:250]})
+    parent.log_text(page(facts), "report.html")
+    parent.log_text(json.dumps(plan.as_json(app, steps), indent=1), "plan.json")
+    numbers = {k: v for k, v in facts.of(EvalReport).get("metrics", {}).items() if isinstance(v, int | float)}
+    if numbers:
+        parent.log_metrics(numbers)
+
+
+def gather(app: AppConfig, steps: list[Step], store: Store, status: str, problem: str, command: str) -> Facts:
+    """Read the published summaries of the steps that have a record."""
+    facts = Facts(app.name, status, problem, command, app.seed, steps)
+    for step in steps:
+        if step.record is None:
+            continue
+        made = plan.artifact(step, step.record, store)
+        try:
+            facts.summaries[type(made).__name__] = made.summary()
+        except ArtifactError:
+            continue
+        facts.curves.update(step.record.meta.get("curves") or {})
+    return facts
+
+
+def metric_rows(facts: Facts) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): the model and its baselines, one column a metric."""
+    report = facts.of(EvalReport)
+    table: dict[str, dict[str, float]] = {"this model": report.get("metrics", {}), **report.get("baselines", {})}
+    names = [n for n in ("validation_loss", "perplexity", "bits_per_byte") if any(n in row for row in table.values())]
+    rows = [[label, *(_number(row.get(name)) for name in names)] for label, row in table.items()]
+    return ["", *(name.replace("_", " ") for name in names)], rows
+
+
+def data_rows(facts: Facts) -> list[list[str]]:
+    """What went in and what came of it."""
+    rows = []
+    raw, corpus, tokens = facts.of(Rows), facts.of(Corpus), facts.of(TokenDataset)
+    if raw:
+        rows.append(["rows read", f"{raw.get('rows', 0):,}", f"{raw.get('quarantined', 0):,} quarantined"])
+    for entry in corpus.get("waterfall", []):
+        rows.append(
+            [
+                f"clean: {entry.get('rule', '')}",
+                f"{entry.get('rows', 0):,}",
+                f"{entry.get('characters', 0):,} characters",
+            ]
+        )
+    for split in ("train", "validation"):
+        if split in tokens:
+            facts_of = tokens[split]
+            rows.append(
+                [f"{split} tokens", f"{facts_of.get('tokens', 0):,}", f"{facts_of.get('documents', 0):,} documents"]
+            )
+    return rows
+
+
+def markdown(facts: Facts) -> str:
+    """The description of the MLflow parent run."""
+    report, served = facts.of(EvalReport), facts.of(Endpoint)
+    parts = [f"## {facts.title}: {facts.verdict}"]
+    if report:
+        header, rows = metric_rows(facts)
+        parts.append(_markdown_table(header, rows))
+        parts += [f"- {_one_line(finding)}" for finding in report.get("findings", [])]
+    approval = facts.of(Approval)
+    if approval:
+        parts.append("### Gate\n" + "\n".join(f"- {_one_line(rule)}" for rule in gate_lines(approval)))
+    if data_rows(facts):
+        parts.append("### Data\n" + _markdown_table(["", "rows", ""], data_rows(facts)))
+    samples = report.get("samples", [])[:SAMPLES_SHOWN]
+    if samples:
+        parts.append("### Samples")
+        for sample in samples:
+            parts.append("\n".join(f"**{label}**\n\n{_fenced(text)}" for label, text in sample_parts(sample)))
+    if served:
+        parts.append(
+            f"### Endpoint\n`{served['base_url']}` serves **{served['model']}@{served['version']}**, digest `{served['digest'][:16]}`"
+        )
+    version = facts.of(ModelVersion)
+    if version:
+        parts.append(
+            f"### Registry\n`models:/{version['name']}/{version['version']}`, digest `{version['digest'][:16]}`"
+        )
+    parts.append("### Stages\n" + _markdown_table(["stage", "", "seconds", "result"], stage_rows(facts)))
+    parts.append(
+        f"### Reproduce\n{_fenced(facts.command)}\nseed {facts.seed}; the whole report is `report.html` among the artifacts."
+    )
+    return "\n\n".join(parts)
+
+
+def stage_rows(facts: Facts) -> list[list[str]]:
+    rows = []
+    for step in facts.steps:
+        meta = step.record.meta if step.record else {}
+        made = step.record.digest[:12] if step.record else ""
+        rows.append(
+            [
+                step.name,
+                step.action if step.record else "not made",
+                str(meta.get("seconds", "")),
+                f"{meta.get('headline', '')} {made}".strip(),
+            ]
+        )
+    return rows
+
+
+def gate_lines(approval: dict[str, Any]) -> list[str]:
+    lines = []
+    for rule in approval.get("rules", []):
+        lines.append(
+            f"{rule['rule']}: wanted {rule['wanted']}, found {rule['found']}" if isinstance(rule, dict) else str(rule)
+        )
+    return lines
+
+
+def sample_parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
+    """A sample's texts in reading order: prompt, before (when fine-tuned), after."""
+    order = [k for k in ("prompt", "reference", "before", "completion", "after") if sample.get(k)]
+    return [(key, str(sample[key])) for key in order]
+
+
+def page(facts: Facts) -> str:
+    """One self-contained HTML file: no script, no outside request, everything escaped."""
+    e = html.escape
+    report, served, version = facts.of(EvalReport), facts.of(Endpoint), facts.of(ModelVersion)
+    ok = facts.status == "FINISHED"
+    body = [f'<h1>{e(facts.title)}</h1><p class="verdict {"ok" if ok else "bad"}">{e(facts.verdict)}</p>']
+    if report:
+        header, rows = metric_rows(facts)
+        body.append("<h2>Metrics against baselines</h2>" + _html_table(header, rows))
+        body.append("<ul>" + "".join(f"<li>{e(f)}</li>" for f in report.get("findings", [])) + "</ul>")
+    if facts.curves:
+        body.append("<h2>Loss</h2>" + loss_curve(facts.curves))
+    approval = facts.of(Approval)
+    if approval:
+        body.append("<h2>Gate</h2><ul>" + "".join(f"<li>{e(line)}</li>" for line in gate_lines(approval)) + "</ul>")
+    if data_rows(facts):
+        body.append("<h2>Data</h2>" + _html_table(["", "rows", ""], data_rows(facts)))
+    if report.get("samples"):
+        body.append("<h2>Samples</h2>")
+        for sample in report["samples"]:
+            inner = "".join(f"<dt>{e(label)}</dt><dd><pre>{e(text)}</pre></dd>" for label, text in sample_parts(sample))
+            body.append(f'<dl class="sample">{inner}</dl>')
+    if served:
+        body.append(
+            f"<h2>Endpoint</h2><p><code>{e(served['base_url'])}</code> serves {e(served['model'])}@{served['version']}</p>"
+        )
+    if version:
+        body.append(
+            f"<h2>Registry</h2><p><code>models:/{e(version['name'])}/{version['version']}</code> digest <code>{e(version['digest'])}</code></p>"
+        )
+    probe = facts.of(ProbeReport)
+    if probe.get("metrics"):
+        body.append(
+            "<h2>Measured over HTTP</h2>"
+            + _html_table(["", ""], [[k, _number(v)] for k, v in sorted(probe["metrics"].items())])
+        )
+    body.append("<h2>Stages</h2>" + _html_table(["stage", "", "seconds", "result"], stage_rows(facts)))
+    body.append(f"<h2>Reproduce</h2><pre>{e(facts.command)}</pre><p>seed {facts.seed}</p>")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{e(facts.title)}: {e(facts.verdict)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>"
+    )
+
+
+STYLE = """
+:root{color-scheme:light dark;--line:#8884;--ok:#16803c;--bad:#b42318;--a:#2563eb;--b:#ea580c}
+body{font:15px/1.5 system-ui,sans-serif;margin:0;padding:1.5rem}main{max-width:56rem;margin:auto}
+h1{margin:0 0 .3rem}h2{margin:2rem 0 .5rem;font-size:1.1rem;border-bottom:1px solid var(--line)}
+.verdict{font-weight:600;padding:.6rem .9rem;border-left:4px solid}.ok{border-color:var(--ok);color:var(--ok)}
+.bad{border-color:var(--bad);color:var(--bad);white-space:pre-wrap}
+table{border-collapse:collapse}td,th{padding:.25rem .9rem .25rem 0;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
+td+td{font-variant-numeric:tabular-nums}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#8881;padding:.6rem;margin:.2rem 0}
+dl.sample{border:1px solid var(--line);padding:.6rem .9rem;margin:.8rem 0}dt{font-weight:600;font-size:.85rem}dd{margin:0 0 .4rem}
+svg{width:100%;height:auto;font:11px system-ui,sans-serif}
+"""
+
+
+def loss_curve(curves: dict[str, list[tuple[int, float]]], width: int = 760, height: int = 280) -> str:
+    """Training and validation loss over steps as inline SVG, in nats per token."""
+    left, right, top, bottom = 46, 12, 12, 34
+    points = [p for series in curves.values() for p in series]
+    x_max = max(step for step, _ in points) or 1
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    span = (high - low) or 1.0
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = left + (width - left - right) * step / x_max
+        return x, top + (height - top - bottom) * (high - value) / span
+
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="loss over training steps">']
+    for i in range(5):
+        value = low + span * i / 4
+        _, y = place(0, value)
+        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8883"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{value:.2f}</text>')
+        x, _ = place(x_max * i / 4, low)
+        parts.append(
+            f'<text x="{x:.1f}" y="{height - 16}" text-anchor="middle" fill="currentColor">{round(x_max * i / 4)}</text>'
+        )
+    parts.append(f'<text x="{width / 2}" y="{height - 2}" text-anchor="middle" fill="currentColor">step</text>')
+    styles = {"loss": ("var(--a)", "training"), "validation_loss": ("var(--b)", "validation")}
+    for index, (name, series) in enumerate(sorted(curves.items())):
+        colour, label = styles.get(name, ("currentColor", name))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(s, v) for s, v in series))
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        parts.append(f'<text x="{width - 120}" y="{top + 14 + 16 * index}" fill="{colour}">{html.escape(label)}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 1e5 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def _html_table(header: list[str], rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(_cell(c) for c in header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(_cell(c) for c in row) + " |" for row in rows])
+
+
+def _cell(text: str) -> str:
+    return html.escape(_one_line(text), quote=False).replace("|", "\\|")
+
+
+def _one_line(text: Any) -> str:
+    return " ".join(str(text).split())
+
+
+def _fenced(text: str) -> str:
+    """A code block that its content cannot close."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text}\n{fence}"

@@ -1,0 +1,250 @@
+"""The runner on Ray-free stub stages with a real MLflow store: what runs, what is reused, what is left after trouble."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from pipelines import plan, runner
+from pipelines.config import AppConfig, ConfigError, RunConfig
+from pipelines.console import Console
+from stages.contract import GateRefused, StageError
+from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig, executions, published
+
+
+@pytest.fixture(scope="module")
+def fresh_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite store whose schema is made once (2 s) and copied for each test."""
+    state = tmp_path_factory.mktemp("mlflow-template")
+    (state / "mlflow").mkdir()
+    mlflow.MlflowClient(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}").search_experiments()
+    return state
+
+
+@pytest.fixture
+def state(tmp_path: Path, fresh_mlflow: Path) -> Path:
+    shutil.copytree(fresh_mlflow, tmp_path / "state")
+    return tmp_path / "state"
+
+
+def app_of(state: Path, run: RunConfig | None = None, seed: int = 0, **values: Any) -> AppConfig:
+    return AppConfig(
+        name="stub",
+        state=str(state),
+        seed=seed,
+        run=run or RunConfig(),
+        stages={
+            "make": MakeConfig(**values.get("make", {})),
+            "double": DoubleConfig(inputs={"rows": "make"}, **values.get("double", {})),
+            "judge": JudgeConfig(inputs={"corpus": "double"}, **values.get("judge", {})),
+        },
+    )
+
+
+def go(app: AppConfig) -> runner.Outcome:
+    console = Console()
+    with runner.Session(app, console) as session:
+        return runner.run(app, session, "make run")
+
+
+def client(state: Path) -> mlflow.MlflowClient:
+    return mlflow.MlflowClient(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}")
+
+
+def runs(state: Path) -> list[Any]:
+    c = client(state)
+    return list(
+        c.search_runs([e.experiment_id for e in c.search_experiments()], order_by=["attributes.start_time ASC"])
+    )
+
+
+def test_a_second_run_executes_nothing_and_writes_no_mlflow_run(state: Path) -> None:
+    go(app_of(state))
+    assert executions(state) == ["make", "double", "judge"]
+    before = len(runs(state))
+    outcome = go(app_of(state))
+    assert executions(state) == ["make", "double", "judge"]
+    assert outcome.executed == 0
+    assert len(runs(state)) == before == 4
+
+
+def test_a_changed_field_reruns_its_stage_and_what_depends_on_it_and_nothing_else(state: Path) -> None:
+    go(app_of(state))
+    go(app_of(state, double={"factor": 5}))
+    assert executions(state) == ["make", "double", "judge", "double", "judge"]
+
+
+def test_a_rerun_with_equal_bytes_stops_the_wave(state: Path) -> None:
+    go(app_of(state))
+    # 2 * 6 and 4 * 3 are both 12: the third stage sees the same content.
+    go(app_of(state, make={"value": 2}, double={"factor": 6}))
+    go(app_of(state, make={"value": 4}, double={"factor": 3}))
+    assert executions(state).count("judge") == 2
+
+
+def test_resources_do_not_rerun_anything(state: Path) -> None:
+    from tests.pipelines.stubs import StubResources
+
+    go(app_of(state))
+    go(app_of(state, make={"resources": StubResources(workers=7)}))
+    assert executions(state) == ["make", "double", "judge"]
+
+
+def test_rerun_from_executes_a_stage_and_all_below_it(state: Path) -> None:
+    go(app_of(state))
+    go(app_of(state, run=RunConfig(rerun_from="double")))
+    assert executions(state) == ["make", "double", "judge", "double", "judge"]
+
+
+def test_rerun_of_one_stage_with_equal_bytes_leaves_the_rest_alone(state: Path) -> None:
+    go(app_of(state))
+    go(app_of(state, run=RunConfig(rerun=["make"])))
+    assert executions(state) == ["make", "double", "judge", "make"]
+
+
+def test_until_stops_after_the_stage(state: Path) -> None:
+    go(app_of(state, run=RunConfig(until="double")))
+    assert executions(state) == ["make", "double"]
+
+
+def test_limit_enters_the_fingerprint_of_the_stage_that_reads(state: Path) -> None:
+    go(app_of(state))
+    go(app_of(state, run=RunConfig(limit=3)))
+    assert executions(state)[3:] == ["make"]
+
+
+def test_a_changed_source_file_reruns_and_a_touched_one_does_not(state: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("one")
+    go(app_of(state, make={"source": str(source)}))
+    os.utime(source, (1, 1))
+    go(app_of(state, make={"source": str(source)}))
+    assert executions(state).count("make") == 1
+    source.write_text("two")
+    go(app_of(state, make={"source": str(source)}))
+    assert executions(state).count("make") == 2
+
+
+def test_a_missing_source_is_refused_before_anything_starts(state: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stages\.make: /nowhere/rows\.jsonl: cannot be read"):
+        go(app_of(state, make={"source": "/nowhere/rows.jsonl"}))
+    assert runs(state) == [] and executions(state) == []
+
+
+@pytest.mark.parametrize(("trouble", "kind"), [("user", StageError), ("gate", GateRefused), ("crash", KeyError)])
+def test_a_failed_stage_publishes_nothing_and_mlflow_says_failed(
+    state: Path, trouble: str, kind: type[Exception]
+) -> None:
+    with pytest.raises(kind):
+        go(app_of(state, double={"trouble": trouble}))
+    assert set(published(state)) == {"make"}
+    status = {r.data.tags["mlflow.runName"].split()[0]: r.info.status for r in runs(state)}
+    assert status == {"stub": "FAILED", "make": "FINISHED", "double": "FAILED"}
+    assert list((state / "store" / "staging").iterdir()) == []
+    go(app_of(state))
+    assert executions(state) == ["make", "double", "double", "judge"]
+
+
+def test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right(state: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.pipelines.test_runner import app_of, go;"
+        "go(app_of(Path(sys.argv[1]), double={'trouble': 'kill'}))"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(state)], capture_output=True, timeout=120)
+    assert killed.returncode == -9
+    assert set(published(state)) == {"make"}
+    statuses = sorted(r.info.status for r in runs(state))
+    assert statuses == ["FINISHED", "RUNNING", "RUNNING"]  # the control: the kill really left open runs
+    go(app_of(state))
+    assert set(published(state)) == {"make", "double", "judge"}
+    assert executions(state).count("make") == 1
+    ended = [r.info.status for r in runs(state)]
+    assert "RUNNING" not in ended and ended.count("KILLED") == 2
+    assert list((state / "store" / "staging").glob("*/half-written")) == []
+
+
+def test_ctrl_c_marks_runs_killed_and_leaves_no_staging(state: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from pipelines import runner; from tests.pipelines.test_runner import app_of, go\n"
+        "with runner.signals(): go(app_of(Path(sys.argv[1]), double={'seconds': 60.0}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(state)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while "double" not in executions(state):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(2)
+    assert process.wait(timeout=15) != 0
+    assert {r.info.status for r in runs(state)} == {"FINISHED", "KILLED"}
+    assert list((state / "store" / "staging").iterdir()) == []
+    assert list((state / "store" / "leases").glob("*.json")) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "manifest"])
+def test_a_damaged_result_is_set_aside_and_made_again(
+    state: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go(app_of(state))
+    victim = state / "store" / "objects" / published(state)["double"]
+    summary = victim / "summary.json"
+    if damage == "flip":
+        summary.write_bytes(summary.read_bytes().replace(b"2", b"3"))
+    elif damage == "cut":
+        summary.write_bytes(summary.read_bytes()[:-2])
+    elif damage == "delete":
+        summary.unlink()
+    else:
+        (victim / "MANIFEST.json").write_text("{")
+    go(app_of(state))
+    assert executions(state) == ["make", "double", "judge", "double"]
+    assert "set aside in" in capsys.readouterr().err
+    assert len(list((state / "store" / "quarantine").iterdir())) == 1
+    assert json.loads(summary.read_text())["value"] == 2
+
+
+def test_two_runs_of_the_same_pipeline_execute_each_stage_once(state: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.pipelines.test_runner import app_of, go;"
+        "go(app_of(Path(sys.argv[1]), double={'seconds': 2.0}))"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", script, str(state)]) for _ in range(2)]
+    assert [p.wait(timeout=120) for p in both] == [0, 0]
+    assert sorted(executions(state)) == ["double", "judge", "make"]
+
+
+def test_metrics_reach_mlflow_with_their_steps_and_the_description_names_the_verdict(state: Path) -> None:
+    outcome = go(app_of(state))
+    child = next(r for r in runs(state) if r.data.tags["mlflow.runName"] == "double")
+    history = client(state).get_metric_history(child.info.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    parent = client(state).get_run(outcome.run_id or "")
+    assert "FINISHED" in parent.data.tags["mlflow.note.content"]
+    assert child.data.tags["mlflow.parentRunId"] == outcome.run_id
+    names = {a.path for a in client(state).list_artifacts(outcome.run_id or "")}
+    assert names == {"report.html", "plan.json"}
+    # Only what differs from the defaults is a param.
+    assert child.data.params == {"seed": "0"}
+
+
+def test_plan_says_run_reuse_and_unknown_with_the_field_that_changed(state: Path) -> None:
+    go(app_of(state))
+    steps, _ = runner.planned(app_of(state, double={"factor": 9}))
+    assert [(s.name, s.action) for s in steps] == [("make", "reuse"), ("double", "run"), ("judge", "unknown")]
+    assert steps[1].reason == "config.factor 2 -> 9"
+    assert steps[2].reason == "until double is made"
+    assert plan.as_json(app_of(state), steps)["steps"][1]["changes"] == ["config.factor 2 -> 9"]
+
+
+def test_an_unwritable_store_is_named(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    app = app_of(state)
+    app.store.root = str(tmp_path / "file" / "store")
+    with pytest.raises(ConfigError, match=r"store\.root=.*cannot be written"):
+        go(app)
