@@ -1,0 +1,111 @@
+"""Writes the Parquet files of an artifact: fixed rows a shard, fixed names. Apart, because equal rows must be equal bytes.
+
+Nothing here depends on how many blocks, workers or hosts made the rows, and a shard appears under its name only when it
+is whole: tasks that Ray runs twice replace a file by an equal one.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow
+import pyarrow.parquet
+
+ROWS_PER_SHARD = 10_000
+ROWS_PER_GROUP = 1_000
+CHARACTERS_PER_GROUP = 8_000_000
+"""A row group ends at whichever comes first, so that readers hold little however long the rows are."""
+
+ROWS_SCHEMA = pyarrow.schema(
+    [pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "source", "prompt", "text")]
+)
+CORPUS_SCHEMA = ROWS_SCHEMA.append(pyarrow.field("split", pyarrow.string(), nullable=False))
+DROPPED_SCHEMA = pyarrow.schema([pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "reason")])
+
+
+def shard_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
+
+
+class ShardWriter:
+    """Rows of strings, one after the other, into `part-00000.parquet`, ...; leave the `with` block to finish the last.
+
+    Without a row it still writes one shard without rows, so that an artifact's table is never absent.
+    """
+
+    def __init__(self, directory: Path, schema: pyarrow.Schema, first: int = 0, rows_per_shard: int = ROWS_PER_SHARD):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.schema, self.rows_per_shard = directory, schema, rows_per_shard
+        self._shard, self._rows_in_shard, self._characters = first, 0, 0
+        self._columns: list[list[str]] = [[] for _ in schema.names]
+        self._open()
+
+    def write(self, *values: str) -> None:
+        """Add one row, its values in the order of the schema."""
+        if self._rows_in_shard == self.rows_per_shard:
+            self._close()
+            self._shard += 1
+            self._open()
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(value)
+        self._rows_in_shard += 1
+        self._characters += sum(map(len, values))
+        if len(self._columns[0]) == ROWS_PER_GROUP or self._characters >= CHARACTERS_PER_GROUP:
+            self._flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self._close()
+        else:
+            self._writer.close()
+            self._partial.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        self._rows_in_shard = 0
+        self._partial = self.directory / f"{shard_name(self._shard)}.{os.getpid()}.partial"
+        self._writer = pyarrow.parquet.ParquetWriter(self._partial, self.schema, compression="zstd")
+
+    def _flush(self) -> None:
+        if self._columns[0]:
+            self._writer.write_table(pyarrow.table(self._columns, schema=self.schema))
+        self._columns = [[] for _ in self.schema.names]
+        self._characters = 0
+
+    def _close(self) -> None:
+        self._flush()
+        self._writer.close()
+        self._partial.replace(self.directory / shard_name(self._shard))
+
+
+def write_shard(path: Path, table: pyarrow.Table) -> None:
+    """One whole shard at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    pyarrow.parquet.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def row_counts(paths: Iterable[Path]) -> list[int]:
+    """Rows of each shard, from the footers alone."""
+    return [pyarrow.parquet.read_metadata(path).num_rows for path in paths]
+
+
+def read_rows(paths: Sequence[Path], counts: Sequence[int], first: int, last: int) -> Iterator[dict[str, list[Any]]]:
+    """Rows first..last-1 of the table that the shards make together, a row group at a time, as Python lists by column."""
+    position = 0
+    for path, count in zip(paths, counts, strict=True):
+        if position + count > first and position < last:
+            file = pyarrow.parquet.ParquetFile(path)
+            at = position
+            for group in range(file.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
+                low, high = max(first - at, 0), min(last - at, size)
+                if low < high:
+                    yield file.read_row_group(group).slice(low, high - low).to_pydict()
+                at += size
+        position += count
