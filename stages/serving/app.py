@@ -95,7 +95,7 @@ class App:
         allowed = "POST" if path in ("/v1/completions", "/v1/chat/completions") else "GET"
         known = path in ("/health", "/ready", "/v1/models", "/v1/completions", "/v1/chat/completions")
         if not known and not path.startswith(model_path):
-            raise ApiError(404, f"there is no {path[:200]} here", code="unknown_url")
+            raise ApiError(404, "there is no such path here; GET /v1/models says what is served", code="unknown_url")
         if method != allowed:
             raise ApiError(405, f"use {allowed} here", code="method_not_allowed", headers={"Allow": allowed})
         if path == "/health":

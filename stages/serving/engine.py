@@ -107,6 +107,11 @@ class Engine:
             )
         return self._loaded
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, without the one that is being answered."""
+        return self._queue.qsize()
+
     def wait_ready(self, timeout_s: float) -> None:
         if not self._settled.wait(timeout_s):
             raise TimeoutError(f"the model did not load and answer in {timeout_s:g} s")

@@ -1,6 +1,7 @@
 """One answer, token by token. Apart from thread and queue, so that it can be compared with `model.generate`."""
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from stages.serving.model import LoadedModel
+from stages.serving.protocol import ApiError
+
+log = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
@@ -61,9 +65,11 @@ def generate(loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling, cho
     step: Sequence[int] = prompt
     for count in range(sampling.max_tokens):
         logits = next_logits(loaded, step, cache)
-        if count < sampling.min_tokens and ends:
-            logits[sorted(ends)] = -torch.inf
-        token = choose(logits, seen, sampling, generator)
+        try:
+            token = choose(logits, seen, ends if count < sampling.min_tokens else frozenset(), sampling, generator)
+        except Exception as error:  # one request's numbers must not end the model for all
+            log.exception("the next token could not be chosen")
+            raise ApiError(500, "the next token could not be chosen", kind="server_error") from error
         yield token
         if token in ends:
             return
@@ -71,8 +77,17 @@ def generate(loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling, cho
         step = [token]
 
 
-def choose(logits: torch.Tensor, seen: Sequence[int], sampling: Sampling, generator: torch.Generator) -> int:
-    """The next id from logits [vocab_size]: penalty, then greedy, or temperature, top_k, top_p, min_p and one draw."""
+@torch.inference_mode()
+def choose(
+    logits: torch.Tensor,
+    seen: Sequence[int],
+    banned: frozenset[int],
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> int:
+    """The next id from logits [vocab_size]: bans, penalty, then greedy or one draw within top_k, top_p, min_p."""
+    if banned:
+        logits[sorted(banned)] = -torch.inf
     if sampling.repetition_penalty != 1.0:
         ids = torch.tensor(sorted(set(seen)))
         known = logits[ids]

@@ -1,8 +1,8 @@
-"""Golden questions: what a model answered where it was made, asked again wherever it is loaded. Apart, because train
-writes them, and register (in a clean process), a new replica and the roll-out each ask them.
+"""Golden questions: what a model answered where it was made, asked again wherever it is loaded. Apart, because register
+(in a clean process), each new replica and the roll-out all ask them.
 
-`golden.json`: {"dtype": "float32", "questions": [{"prompt": text, "prompt_ids": [...], "greedy_ids": [...],
-"top_logprobs": [[id, log-probability], ... best first] of the first token after the prompt}]}.
+`golden.json`: {"answers": [{"prompt": text, "prompt_ids": [...], "greedy_ids": [...], "top_logprobs": [{"id", "logprob"},
+... best first] of the first token after the prompt}]}; the export of training writes it.
 
 `python -m stages.serving.golden DIRECTORY` loads the model in this process alone, asks, and exits 0 or says why not
 on stderr.
@@ -21,8 +21,6 @@ from typing import Any
 from stages.contract import StageError
 
 GOLDEN = "golden.json"
-MAX_TOKENS = 16
-TOP = 5
 TOLERANCE = 1e-3
 """Largest difference of a log-probability. Equal ids are demanded outright: float32 on both sides."""
 
@@ -36,43 +34,21 @@ class Question:
     text: str
 
 
-def prompt_ids(loaded: Any, prompt: str) -> list[int]:
-    """Ids of a prompt as the server tokenizes it; an empty one is the start of a document."""
-    ids: list[int] = loaded.tokenizer(prompt).input_ids
-    return ids or [loaded.start_id]
-
-
-def write_golden(directory: Path, prompts: Sequence[str]) -> None:
-    """Answer `prompts` with the model in `directory` and keep the answers beside it."""
-    from stages.serving.model import load_model
-
-    loaded = load_model(directory)
-    questions = []
-    for prompt in prompts:
-        ids = prompt_ids(loaded, prompt)
-        values, tokens = _first_logprobs(loaded, ids).topk(min(TOP, loaded.vocab_size))
-        top = [[int(token), round(float(value), 6)] for token, value in zip(tokens, values, strict=True)]
-        greedy_ids = _greedy(loaded, ids, MAX_TOKENS)
-        questions.append({"prompt": prompt, "prompt_ids": ids, "greedy_ids": greedy_ids, "top_logprobs": top})
-    text = json.dumps({"dtype": "float32", "questions": questions}, indent=1, ensure_ascii=False)
-    (directory / GOLDEN).write_text(text + "\n", "utf-8")
-
-
 def read_golden(directory: Path) -> list[dict[str, Any]]:
     """The recorded questions; StageError when there are none or the file is not what it should be."""
     path = directory / GOLDEN
     try:
-        questions: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["questions"]
-        for question in questions:
+        answers: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["answers"]
+        for question in answers:
             assert isinstance(question["prompt"], str) and question["prompt_ids"]
             assert question["greedy_ids"] and question["top_logprobs"]
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise StageError(
             f"{path}: no readable golden questions ({type(error).__name__}); train the model again"
         ) from error
-    if not questions:
+    if not answers:
         raise StageError(f"{path}: there are no golden questions; a model that nobody asked cannot be served")
-    return questions
+    return answers
 
 
 def check_golden(loaded: Any, directory: Path) -> list[Question]:
@@ -125,10 +101,11 @@ def _first_logprobs(loaded: Any, prompt_ids: Sequence[int]) -> Any:
 
 def _difference(loaded: Any, question: dict[str, Any]) -> str | None:
     """What differs from the record, in words, or None."""
-    if prompt_ids(loaded, question["prompt"]) != question["prompt_ids"]:
+    if loaded.tokenizer(question["prompt"], add_special_tokens=False).input_ids != question["prompt_ids"]:
         return "its prompt is tokenized differently"
     logprobs = _first_logprobs(loaded, question["prompt_ids"])
-    for token, wanted in question["top_logprobs"]:
+    for entry in question["top_logprobs"]:
+        token, wanted = entry["id"], entry["logprob"]
         got = float(logprobs[token]) if 0 <= token < logprobs.numel() else -math.inf
         if not math.isclose(got, wanted, abs_tol=TOLERANCE):
             return f"token {token} has log-probability {got:.6f}, recorded was {wanted:.6f}"

@@ -21,6 +21,8 @@ class TextStream:
         self._ids = list(prompt[-CONTEXT:])
         self._start = 0
         self._read = len(self._ids)
+        while self._read > 0 and self._decode(self._ids[: self._read]).endswith(REPLACEMENT):
+            self._read -= 1  # the prompt ends inside a character: its bytes belong to the answer
         self._stop = stop
         self._held = ""
         self.stopped = False
@@ -30,7 +32,7 @@ class TextStream:
         """Text that `token` made certain (often one token's, sometimes none)."""
         assert not self.stopped, "the answer has ended"
         self._ids.append(token)
-        before = self._decode(self._ids[self._start : self._read]).rstrip(REPLACEMENT)
+        before = self._decode(self._ids[self._start : self._read])
         now = self._decode(self._ids[self._start :])
         if len(now) <= len(before) or now.endswith(REPLACEMENT):
             return ""  # the end may be the first bytes of a character

@@ -73,7 +73,9 @@ def test_every_split_of_a_text_into_pieces_gives_the_same_cut(tokenizer: Tokeniz
     for size in range(4):
         for cuts in itertools.combinations(range(1, len(text)), size):
             pieces = [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text)))]
-            made = Tokenizer(models.WordLevel({piece: n for n, piece in enumerate(dict.fromkeys(pieces))}, unk_token="?"))
+            made = Tokenizer(
+                models.WordLevel({piece: n for n, piece in enumerate(dict.fromkeys(pieces))}, unk_token="?")
+            )
             made.decoder = decoders.Fuse()
             ids = [made.token_to_id(piece) for piece in pieces]
             assert "".join(run(made, ids, stop=(stop,))) == text[: text.find(stop)]
