@@ -203,9 +203,8 @@ def page(facts: Facts) -> str:
             f"<h2>Endpoint</h2><p><code>{e(served['base_url'])}</code> serves {e(served['model'])}@{served['version']}</p>"
         )
     if version:
-        body.append(
-            f"<h2>Registry</h2><p><code>models:/{e(version['name'])}/{version['version']}</code> digest <code>{e(version['digest'])}</code></p>"
-        )
+        where = f"models:/{e(version['name'])}/{version['version']}"
+        body.append(f"<h2>Registry</h2><p><code>{where}</code> digest <code>{e(version['digest'])}</code></p>")
     probe = facts.of(ProbeReport)
     if probe.get("metrics"):
         body.append(

@@ -209,7 +209,6 @@ class _Execution:
             if step.stage.ray:
                 line.progress(0.0, "waiting for Ray")
                 self.session.need_ray()
-            waits_since = time.time()
             with Lease.acquire(
                 store.root / "leases",
                 step.fingerprint,
@@ -220,11 +219,15 @@ class _Execution:
                 if broken:
                     place = store.set_aside(step.fingerprint)
                     console.warn(f"{broken}; set aside in {place} and made again")
-                elif record and record.meta.get("published_at", 0.0) >= waits_since:
+                elif record and "run.rerun" not in step.reason and self._holds(step, record):
                     step.action, step.record = "reuse", record
                     line.headline(f"made by another run meanwhile; {record.meta.get('headline', '')}")
                     return
                 step.record = self._attempt(step, known, lease, line)
+
+    def _holds(self, step: Step, record: Record) -> bool:
+        registry = RegistryReader(tracking_uri(self.app.tracking.uri, self.app.state_root))
+        return plan.world_moved(step, record, self.store, registry, self.app.state_root) is None
 
     def _attempt(self, step: Step, known: dict[str, str], lease: Lease, line: StageLine) -> Record:
         """One execution: its own directory, its own MLflow run; published or nothing."""
@@ -263,7 +266,6 @@ class _Execution:
             meta = {
                 "stage": step.name,
                 "started_at": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
-                "published_at": time.time(),
                 "seconds": round(time.monotonic() - clock, 3),
                 "run_id": child.run_id,
                 "headline": line.said,
