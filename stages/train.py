@@ -265,6 +265,8 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     except WorkerGroupError as error:
         causes = {rank: str(cause).strip().splitlines()[-1:] for rank, cause in error.worker_failures.items()}
         return "training workers failed: " + "; ".join(f"rank {r}: {' '.join(c)}" for r, c in sorted(causes.items()))
+    except (SystemExit, KeyboardInterrupt):  # cancelled: Ray Train has aborted the run and wants to end this process
+        return "training was cancelled"
     except TrainingFailedError as error:
         return "training could not start: " + str(error).strip().splitlines()[-1]
     return None
@@ -316,12 +318,12 @@ def _require_same_tokenizer(dataset: TokenDataset, base: Checkpoint | None) -> N
     from tokenizers import Tokenizer
 
     ours, theirs = dataset.local() / "tokenizer" / "tokenizer.json", base.local() / "tokenizer.json"
-    if ours.read_bytes() != theirs.read_bytes():
-        if Tokenizer.from_file(str(ours)).get_vocab() != Tokenizer.from_file(str(theirs)).get_vocab():
-            raise StageError(
-                "the data set was tokenized with another tokenizer than the base model's; connect the base to the "
-                "tokenize stage too"
-            )
+    same_bytes = ours.read_bytes() == theirs.read_bytes()
+    if not same_bytes and Tokenizer.from_file(str(ours)).get_vocab() != Tokenizer.from_file(str(theirs)).get_vocab():
+        raise StageError(
+            "the data set was tokenized with another tokenizer than the base model's; connect the base to the "
+            "tokenize stage too"
+        )
 
 
 def _log_datasets(ctx: Context, dataset: TokenDataset) -> None:

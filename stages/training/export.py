@@ -30,7 +30,7 @@ def export(model: Any, job: Job, summary: dict[str, Any], *, eos_token_id: int, 
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     model.eval()
-    repair_generation(model, eos_token_id)
+    settle_generation(model, eos_token_id)
     model.save_pretrained(directory)
     for file in sorted((job.dataset / "tokenizer").iterdir()):
         shutil.copyfile(file, directory / file.name)
@@ -43,22 +43,36 @@ def export(model: Any, job: Job, summary: dict[str, Any], *, eos_token_id: int, 
     Checkpoint.write(directory, summary | facts | {"vocab_size": model.config.vocab_size})
 
 
-def repair_generation(model: Any, eos_token_id: int) -> None:
-    """Make the model stop at the token that ends the training documents, and drop sampling flags that contradict greedy
-    decoding: the library refuses to save those, which would lose the trained model at the very end."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+def settle_generation(model: Any, eos_token_id: int | None = None) -> None:
+    """Make the model stop at `eos_token_id`, the token that ends the training documents, besides where it stopped before.
+
+    Sampling flags beside greedy decoding are dropped: the library refuses to save them, which would lose a trained model
+    at the very end.
+    """
     settings = model.generation_config or transformers.GenerationConfig()
-    stops = settings.eos_token_id
-    known = [] if stops is None else stops if isinstance(stops, list) else [stops]
-    stops = [eos_token_id, *(token for token in known if token != eos_token_id)]
-    kept = {"bos_token_id": settings.bos_token_id, "pad_token_id": settings.pad_token_id}
-    if kept["pad_token_id"] is None:
-        kept["pad_token_id"] = eos_token_id
-    if settings.do_sample:
-        kept |= {name: getattr(settings, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=stops[0] if len(stops) == 1 else stops, **{k: v for k, v in kept.items() if v is not None}
-    )
-    model.config.eos_token_id = model.generation_config.eos_token_id
+    known = settings.eos_token_id if settings.eos_token_id is not None else model.config.eos_token_id
+    stops = [] if known is None else list(known) if isinstance(known, list | tuple) else [known]
+    if eos_token_id is not None:
+        stops = [eos_token_id, *(token for token in stops if token != eos_token_id)]
+    settings.eos_token_id = None if not stops else stops[0] if len(stops) == 1 else stops
+    if settings.pad_token_id is None and stops:
+        settings.pad_token_id = stops[0]
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        for name in SAMPLING:
+            setattr(settings, name, None)
+    model.generation_config = settings
+    model.config.eos_token_id = settings.eos_token_id
+
+
+def stop_tokens(model: Any) -> list[int]:
+    """The ids that end this model's answers."""
+    stops = model.generation_config.eos_token_id
+    return [] if stops is None else list(stops) if isinstance(stops, list) else [stops]
 
 
 @torch.no_grad()
@@ -75,8 +89,7 @@ def write_golden(directory: Path, model: Any, prompts: Sequence[str]) -> None:
     Log-probabilities are rounded to 4 digits: a server with other threads or a cache agrees to about 1e-5.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    stops = model.generation_config.eos_token_id
-    stop = stops if isinstance(stops, list) else [stops]
+    stop = stop_tokens(model)
     answers = []
     for prompt in prompts:
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

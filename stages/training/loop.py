@@ -95,7 +95,7 @@ class Training:
         self.model.train()
         self.ddp: Any = self.loss
         if self.world.size > 1:
-            self.ddp = DistributedDataParallel(self.loss, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.ddp = DistributedDataParallel(self.loss, forward_sync_buffers=False, gradient_as_bucket_view=True)
             # DDP regroups its gradient buckets after its first backward pass. That pass is taken here, on nothing, so
             # that a resumed run sums gradients in the same groups as the undisturbed one.
             self.ddp(**weightless(self.split)).backward()

@@ -1,0 +1,152 @@
+"""Measures a checkpoint on the validation split: loss, perplexity, bits per byte, baselines on the same bytes, samples.
+
+The measuring is `stages.training.scoring`, a plain function; here it runs as one Ray task, so that the driver needs no
+torch and a cluster can give it a node.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from stages.artifacts import Checkpoint, Corpus, EvalReport, TokenDataset
+from stages.contract import Context, ResourcesUnavailable, StageConfig, StageError, stage
+
+
+@dataclass(kw_only=True)
+class EvaluateResources:
+    """How the evaluation is computed; none of it changes the result beyond rounding."""
+
+    cpus: float = 1.0
+    """Logical CPUs that Ray reserves for the evaluation."""
+    threads: int = 1
+    """Threads of its tensor operations."""
+    batch_rows: int = 16
+    """Packed rows in one forward pass."""
+    start_timeout_s: int = 60
+    """Seconds that the task may wait for its CPUs."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ValueError(f"resources.{name} must be above 0, got {value}")
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(StageConfig):
+    """Options in `conf/evaluate/`."""
+
+    samples: int = 10
+    """Continuations of validation documents in the report."""
+    prompt_characters: int = 48
+    """Characters of a document that a sample continues; prompt/completion rows give their own prompt."""
+    sample_tokens: int = 64
+    """Most tokens of one sample."""
+    temperature: float = 0.0
+    """0: the likeliest token each time. Above: sampled, from a generator seeded with the run's seed."""
+    primer_megabytes: int = 64
+    """Training text, in MB, that the compressor of the baseline reads at most (about 1 MB a second)."""
+    resources: EvaluateResources = field(default_factory=EvaluateResources)
+    """How it is computed."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "temperature"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("prompt_characters", "sample_tokens", "primer_megabytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@stage(libraries=("torch", "transformers", "tokenizers", "numpy"), ray=True)
+def evaluate(
+    cfg: EvaluateConfig,
+    ctx: Context,
+    checkpoint: Checkpoint,
+    dataset: TokenDataset,
+    corpus: Corpus,
+    base: Checkpoint | None = None,
+) -> EvalReport:
+    """One report about one checkpoint. With `base`, before and after are compared; without, the untrained model."""
+    ctx.tracker.log_dataset("validation", dataset, "validation", {})
+    ctx.progress(0.0, "measuring on the validation split")
+    report = _measure(cfg, ctx, checkpoint, dataset, corpus, base)
+    metrics = report["metrics"]
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if bad:
+        raise StageError(
+            f"{', '.join(bad)} of the checkpoint is not a finite number; train again with a lower learning_rate"
+        )
+    ctx.tracker.log_metrics(metrics)
+    for name, values in report["baselines"].items():
+        ctx.tracker.log_metrics({f"{name}_{key}": value for key, value in values.items()})
+    ctx.tracker.log_text(table(report), "evaluation.md")
+    others = ", ".join(f"{name} {values['bits_per_byte']:.2f}" for name, values in report["baselines"].items())
+    ctx.headline(f"{metrics['bits_per_byte']:.2f} bits per byte ({others})")
+    report |= {
+        "checkpoint_digest": checkpoint.digest,
+        "dataset_digest": dataset.digest,
+        "corpus_digest": corpus.digest,
+        "base_digest": base.digest if base else None,
+    }
+    EvalReport.write(ctx.output, report)
+    return EvalReport(uri=ctx.output.resolve().as_uri())
+
+
+def _measure(
+    cfg: EvaluateConfig,
+    ctx: Context,
+    checkpoint: Checkpoint,
+    dataset: TokenDataset,
+    corpus: Corpus,
+    base: Checkpoint | None,
+) -> dict[str, Any]:
+    import ray
+
+    cluster = ray.cluster_resources().get("CPU", 0.0)
+    if cfg.resources.cpus > cluster:
+        raise ResourcesUnavailable(
+            f"needs {cfg.resources.cpus:g} CPU, cluster has {cluster:g}: "
+            f"set stages.evaluate.resources.cpus <= {cluster:g}"
+        )
+    arguments = {
+        "checkpoint": checkpoint.local(),
+        "base": base.local() if base else None,
+        "dataset": dataset.local(),
+        "corpus": corpus.local(),
+        "seed": ctx.seed,
+        "samples": cfg.samples,
+        "prompt_characters": cfg.prompt_characters,
+        "sample_tokens": cfg.sample_tokens,
+        "temperature": cfg.temperature,
+        "primer_bytes": cfg.primer_megabytes * 2**20,
+        "batch_rows": cfg.resources.batch_rows,
+        "threads": cfg.resources.threads,
+    }
+    task = ray.remote(num_cpus=cfg.resources.cpus, max_retries=2, max_calls=1)(_score).remote(arguments)
+    try:
+        result: dict[str, Any] = ray.get(task)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise cause if isinstance(cause, StageError) else StageError(f"evaluation failed: {cause}") from error
+    except BaseException:
+        ray.cancel(task, force=True)
+        raise
+    return result
+
+
+def _score(arguments: dict[str, Any]) -> dict[str, Any]:
+    from stages.training.scoring import Question, score
+
+    return score(Question(**arguments))
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report's numbers and findings as markdown."""
+    rows = {"this model": report["metrics"], **report["baselines"]}
+    lines = ["| | bits per byte | perplexity | loss |", "|---|---|---|---|"]
+    for name, values in rows.items():
+        cells = (
+            f"{values[key]:.3f}" if key in values else "" for key in ("bits_per_byte", "perplexity", "validation_loss")
+        )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {sentence}" for sentence in report["findings"])]) + "\n"

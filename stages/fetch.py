@@ -1,0 +1,207 @@
+"""Takes a base model from where it lives (a folder, the model registry, a hub) into a Checkpoint.
+
+Only data comes in: safetensors weights, configuration, tokenizer. Pickled weights and models that bring code are refused.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from stages.artifacts import Checkpoint
+from stages.contract import Context, Resolver, ResourcesUnavailable, StageConfig, StageError, stage
+from stages.training.config import GOLDEN_PROMPTS
+
+REGISTRY = "models:/"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+FILES = (
+    *WEIGHTS,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(kw_only=True)
+class FetchConfig(StageConfig):
+    """Options in `conf/fetch/`."""
+
+    source: str
+    """A folder in Hugging Face layout, a registered model (`models:/name@alias` or `models:/name/3`), or a hub id
+    (`owner/name`)."""
+    revision: str = "main"
+    """Branch, tag or commit of a hub id. It is resolved to a commit when the run is planned."""
+    golden_prompts: list[str] = field(default_factory=lambda: list(GOLDEN_PROMPTS))
+    """Prompts whose greedy continuations are stored when the model brings no `golden.json`."""
+
+    def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ValueError("source must be a folder, models:/name@alias or a hub id, got an empty text")
+        if not self.golden_prompts or not all(self.golden_prompts):
+            raise ValueError(f"golden_prompts must be texts of at least one character, got {self.golden_prompts}")
+
+
+def sources(cfg: FetchConfig, resolver: Resolver) -> Mapping[str, str]:
+    """What `source` is right now: a content digest, or the commit of a hub id. Offline when the local cache knows it."""
+    if cfg.source.startswith(REGISTRY):
+        return {"model": resolver.model(cfg.source)}
+    if _is_hub_id(cfg.source):
+        return {"commit": resolve_commit(cfg.source, cfg.revision)}
+    return {"model": resolver.path(_folder(cfg.source))}
+
+
+@stage(libraries=("torch", "transformers", "tokenizers", "safetensors"), sources=sources)
+def fetch(cfg: FetchConfig, ctx: Context) -> Checkpoint:
+    """Copies the needed files, checks that the model loads, and asks it the golden questions if nobody has."""
+    facts: dict[str, Any]
+    if cfg.source.startswith(REGISTRY):
+        ctx.progress(0.0, f"reading {cfg.source}")
+        uri, digest = ctx.registry.resolve(cfg.source)
+        folder, facts = Path(unquote(urlparse(uri).path)), {"source": "registry", "digest": digest}
+    elif _is_hub_id(cfg.source):
+        commit = resolve_commit(cfg.source, cfg.revision)
+        ctx.progress(0.0, f"fetching {cfg.source} at {commit[:10]}")
+        folder, facts = _from_hub(cfg.source, commit), {"source": "hub", "repository": cfg.source, "commit": commit}
+    else:
+        ctx.progress(0.0, f"reading {cfg.source}")
+        folder, facts = _folder(cfg.source), {"source": "folder"}
+    require_plain(folder)
+    # A hub's file of that name would answer other questions in another form.
+    for pattern in FILES if "commit" in facts else (*FILES, "golden.json"):
+        for file in sorted(folder.glob(pattern)):
+            shutil.copyfile(file, ctx.output / file.name)
+    ctx.progress(0.6, "loading the model")
+    facts |= _complete(ctx.output, cfg.golden_prompts)
+    ctx.headline(f"{facts['architecture']}, {facts['parameters'] / 1e6:.1f} M parameters")
+    Checkpoint.write(ctx.output, facts)
+    return Checkpoint(uri=ctx.output.resolve().as_uri())
+
+
+def _complete(directory: Path, golden_prompts: list[str]) -> dict[str, Any]:
+    """Load the copied model as everybody will (which proves it whole), write what is missing, return its facts."""
+    from stages.training import model as models
+    from stages.training.export import GOLDEN, settle_generation, write_golden
+
+    try:
+        model = models.load(directory)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise StageError(f"the fetched model does not load: {error}") from error
+    settle_generation(model)
+    model.generation_config.save_pretrained(directory)
+    if not (directory / GOLDEN).exists():
+        write_golden(directory, model, golden_prompts)
+    return {
+        "architecture": type(model).__name__,
+        "parameters": models.parameters(model),
+        "vocab_size": model.config.vocab_size,
+    }
+
+
+def require_plain(folder: Path) -> None:
+    """StageError unless `folder` holds a model that is data alone: safetensors, a fast tokenizer, no code."""
+    config = _json(folder / "config.json")
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).exists() and "auto_map" in _json(folder / name):
+            raise StageError(
+                f"{folder / name}: auto_map names code that the model brings along; this code is never run: "
+                "take a model of an architecture that transformers itself has"
+            )
+    if not config.get("architectures"):
+        raise StageError(
+            f"{folder / 'config.json'}: names no architectures; take the folder that save_pretrained wrote"
+        )
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(f.name for p in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl") for f in folder.glob(p))
+        found = f"found {', '.join(pickles)}, which can run code when read" if pickles else "found no weights"
+        raise StageError(f"{folder}: {found}; wanted *.safetensors: save the model with save_pretrained")
+    index = folder / "model.safetensors.index.json"
+    shards = set(_json(index).get("weight_map", {}).values()) if index.exists() else set()
+    missing = sorted(shard for shard in shards if not (folder / shard).exists())
+    if missing:
+        raise StageError(f"{index}: names {', '.join(missing)}, not there; fetch the model again")
+    if not (folder / "tokenizer.json").exists():
+        raise StageError(f"{folder}: tokenizer.json is missing; save the tokenizer in its fast form beside the weights")
+
+
+def resolve_commit(repository: str, revision: str) -> str:
+    """The 40-hex commit of a hub revision: itself, or what the local cache remembers, or what the hub says."""
+    if COMMIT.fullmatch(revision):
+        return revision
+    reference = _cache() / f"models--{repository.replace('/', '--')}" / "refs" / revision
+    if reference.is_file():
+        return reference.read_text("utf-8").strip()
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import huggingface_hub
+
+    try:
+        commit = huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=10).sha
+    except Exception as error:
+        raise ResourcesUnavailable(
+            f"{repository}@{revision}: not in the local cache {_cache()} and the hub does not answer "
+            f"({type(error).__name__}); give a folder, or the 40-hex commit of what the cache holds"
+        ) from error
+    if not commit or not COMMIT.fullmatch(commit):
+        raise StageError(f"{repository}@{revision}: the hub names no commit")
+    return commit
+
+
+def _from_hub(repository: str, commit: str) -> Path:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import huggingface_hub
+
+    # The cache answers first: a commit never changes, and planning has promised to work offline.
+    for offline in (True, False):
+        try:
+            found = Path(
+                huggingface_hub.snapshot_download(
+                    repository, revision=commit, allow_patterns=[*FILES], local_files_only=offline, cache_dir=_cache()
+                )
+            )
+            if not offline or any(found.glob("*.safetensors")):
+                return found
+        except Exception as error:
+            if not offline:
+                raise ResourcesUnavailable(
+                    f"{repository}@{commit[:10]}: not whole in the local cache {_cache()} and not to be had from the "
+                    f"hub ({type(error).__name__})"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def _is_hub_id(source: str) -> bool:
+    return bool(HUB_ID.fullmatch(source)) and not source.startswith(".") and not Path(source).exists()
+
+
+def _folder(source: str) -> Path:
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise StageError(f"source={source}: no such folder, and neither models:/name@alias nor a hub id owner/name")
+    return folder.resolve()
+
+
+def _cache() -> Path:
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise StageError(
+            f"{path}: not readable as JSON ({type(error).__name__}); wanted a Hugging Face model folder"
+        ) from error
+    if not isinstance(value, dict):
+        raise StageError(f"{path}: holds no JSON object; wanted a Hugging Face model folder")
+    return value

@@ -1,0 +1,180 @@
+"""What a model is worth on a validation split, in numbers and samples, as a plain function. Apart from `evaluate.py`,
+because it imports torch and no ray, so that a task, a test or a notebook can call it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from stages.contract import StageError
+from stages.text.corpus import TRAIN, VALIDATION, documents
+from stages.text.packed import PackedSplit
+from stages.training import model as models
+from stages.training.baselines import primed_lzma_bytes, unigram_nats
+from stages.training.decode import generate
+from stages.training.export import stop_tokens
+from stages.training.loss import SummedLoss, summed, supervised_tokens
+from stages.training.world import repeatable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be judged, and how."""
+
+    checkpoint: Path
+    base: Path | None
+    """The model before training; without one, the same shape with random weights stands in."""
+    dataset: Path
+    corpus: Path
+    seed: int
+    samples: int
+    prompt_characters: int
+    sample_tokens: int
+    temperature: float
+    primer_bytes: int
+    """Most bytes of training text that the compressor reads."""
+    batch_rows: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Turns summed nats over predicted tokens into the three usual numbers."""
+
+    tokens: int
+    """Predicted tokens of the validation split."""
+    uncharged: int
+    """Tokens that carry text and are never predicted: the first of each packed piece. Charged log2(vocabulary) bits."""
+    vocab_size: int
+    text_bytes: int
+    """UTF-8 bytes of all validation documents."""
+
+    def metrics(self, nats: float) -> dict[str, float]:
+        loss = nats / max(self.tokens, 1)
+        bits = nats / math.log(2) + self.uncharged * math.log2(self.vocab_size)
+        return {
+            "validation_loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": bits / max(self.text_bytes, 1),
+        }
+
+
+def score(question: Question) -> dict[str, Any]:
+    """Metrics, baselines, samples and findings of one checkpoint. StageError when there is nothing to measure on."""
+    with repeatable(question.threads):
+        return _score(question)
+
+
+def _score(question: Question) -> dict[str, Any]:
+    train, validation = (PackedSplit.read(question.dataset, split) for split in (TRAIN, VALIDATION))
+    trained = models.load(question.checkpoint)
+    before = _before(question, trained)
+    yardstick = _yardstick(question, validation, trained.config.vocab_size)
+    primed, primer = primed_lzma_bytes(
+        (text for _, _, text in documents(question.corpus, TRAIN)),
+        (text for _, _, text in documents(question.corpus, VALIDATION)),
+        question.primer_bytes,
+    )
+    name = "before" if question.base else "untrained"
+    baselines = {
+        name: yardstick.metrics(_nats(before, validation, question)),
+        "unigram": yardstick.metrics(unigram_nats(train, validation, yardstick.vocab_size)),
+        "lzma": {"bits_per_byte": 8 * primed / yardstick.text_bytes},
+    }
+    metrics = yardstick.metrics(_nats(trained, validation, question))
+    return {
+        "metrics": metrics,
+        "baselines": baselines,
+        "samples": _samples(question, trained, before if question.base else None),
+        "findings": findings(metrics, baselines),
+        "validation": {
+            "documents": sum(1 for _ in documents(question.corpus, VALIDATION)),
+            "text_bytes": yardstick.text_bytes,
+            "predicted_tokens": yardstick.tokens,
+            "uncharged_tokens": yardstick.uncharged,
+            "lzma_primer_bytes": primer,
+        },
+    }
+
+
+def _before(question: Question, trained: Any) -> Any:
+    if question.base is not None:
+        return models.load(question.base)
+    return models.initialise(trained.config, question.seed).eval()
+
+
+def _nats(model: Any, validation: PackedSplit, question: Question) -> float:
+    return summed(SummedLoss(model), validation, np.arange(len(validation)), question.batch_rows)
+
+
+def _yardstick(question: Question, validation: PackedSplit, vocab_size: int) -> Yardstick:
+    tokens = int(supervised_tokens(validation).sum())
+    text_bytes = sum(len(text.encode()) for _, _, text in documents(question.corpus, VALIDATION))
+    if not tokens or not text_bytes:
+        raise StageError(
+            f"the validation split has {tokens} predicted tokens and {text_bytes} bytes of text, so nothing can be "
+            "measured: give more rows or a larger validation share to the clean stage"
+        )
+    return Yardstick(tokens, uncharged_tokens(validation), vocab_size, text_bytes)
+
+
+def uncharged_tokens(split: PackedSplit) -> int:
+    """First tokens of packed pieces whose second token is predicted: text that no context explains. Pieces that begin
+    with a prompt or are padding carry no loss at their second token."""
+    count = 0
+    for row, starts in enumerate(split.document_starts):
+        seconds = starts[starts + 1 < split.labels.shape[1]] + 1
+        seconds = seconds[~np.isin(seconds, starts)]
+        count += int((split.labels[row, seconds] >= 0).sum())
+    return count
+
+
+def _samples(question: Question, trained: Any, before: Any | None) -> list[dict[str, str]]:
+    """Continuations of what validation documents begin with (or of their prompts), each pair from the same ids."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        question.checkpoint, local_files_only=True, trust_remote_code=False
+    )
+    made: list[dict[str, str]] = []
+    for index, (document, prompt, text) in enumerate(documents(question.corpus, VALIDATION)):
+        if len(made) == question.samples:
+            break
+        start = prompt or text[: question.prompt_characters]
+        ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+        if not ids:
+            continue
+        sample = {"id": document, "prompt": start}
+        for name, model in (("completion", trained), ("before", before)):
+            if model is not None:
+                new = generate(
+                    model,
+                    ids,
+                    question.sample_tokens,
+                    stop=stop_tokens(trained),
+                    temperature=question.temperature,
+                    seed=int(np.random.SeedSequence([question.seed, index]).generate_state(1)[0]),
+                )
+                sample[name] = tokenizer.decode(new, skip_special_tokens=True)
+        made.append(sample)
+    return made
+
+
+def findings(metrics: dict[str, float], baselines: dict[str, dict[str, float]]) -> list[str]:
+    """The numbers as sentences that claim no more than was measured."""
+    bits = metrics["bits_per_byte"]
+    said = [f"The model needs {bits:.2f} bits per byte on the validation text."]
+    for name, words in (
+        ("before", "The model it started from needs"),
+        ("untrained", "The same model with random weights needs"),
+        ("unigram", "Frequencies of single tokens alone need"),
+        ("lzma", "lzma primed with the training text needs"),
+    ):
+        if name in baselines:
+            other = baselines[name]["bits_per_byte"]
+            verdict = "the model is better" if bits < other else "the model is not better"
+            if name == "lzma":
+                verdict = "the model beats this compressor" if bits < other else "this model does not beat a compressor"
+            said.append(f"{words} {other:.2f} bits per byte: {verdict}.")
+    return said
