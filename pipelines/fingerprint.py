@@ -155,7 +155,7 @@ def _require_stable(value: Any, where: str) -> None:
 
 
 def _leaves(value: Any, where: str) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping):
         return [leaf for key, item in value.items() for leaf in _leaves(item, f"{where}.{key}" if where else str(key))]
     return [(where, value)]
 

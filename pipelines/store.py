@@ -73,7 +73,7 @@ class Store:
         try:
             data = json.loads(path.read_text("utf-8"))
             record = Record(fingerprint=fingerprint, **{k: data[k] for k in ("digest", "payload", "meta")})
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None, None
         except (ValueError, KeyError, TypeError) as error:
             return None, f"{path}: unreadable record ({error})"

@@ -68,15 +68,18 @@ class Tracking:
     def _experiment(self, name: str, state: Path) -> str:
         found = self.client.get_experiment_by_name(name)
         if found is None:
-            location = None if self.uri.startswith("http") else (state / "mlflow" / "artifacts" / name).as_uri()
-            return str(self.client.create_experiment(name, artifact_location=location))
+            if self.uri.startswith("http"):
+                return str(self.client.create_experiment(name))
+            place = state / "mlflow" / "artifacts" / name
+            place.mkdir(parents=True, exist_ok=True)
+            return str(self.client.create_experiment(name, artifact_location=place.as_uri()))
         if found.lifecycle_stage == "deleted":
             raise ResourcesUnavailable(
                 f"the MLflow experiment '{name}' was deleted: restore it (mlflow experiments restore -x {found.experiment_id}) "
                 f"or choose another with tracking.experiment=<name>"
             )
         location = urllib.parse.urlparse(found.artifact_location)
-        if location.scheme == "file" and not Path(urllib.parse.unquote(location.path)).parent.exists():
+        if location.scheme == "file" and not Path(urllib.parse.unquote(location.path)).exists():
             raise ResourcesUnavailable(
                 f"the MLflow experiment '{name}' stores artifacts under {location.path}, which does not exist (was the directory "
                 f"moved?): move it back or choose another experiment with tracking.experiment=<name>"

@@ -1,0 +1,94 @@
+# The front door. Overrides are typed straight after the target: make run pipeline=finetune stages.train.learning_rate=3e-4
+# make hands them over in one environment variable; `pipelines/__main__.py` splits them. ARGS= is for flags (--traceback).
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# cuda where there is an NVIDIA device, else cpu.
+TORCH ?= $(shell if [ -e /dev/nvidia0 ]; then echo cuda; else echo cpu; fi)
+TORCH_VERSION := 2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+export RAYKEEL_OVERRIDES := $(MAKEOVERRIDES)
+export TEXT CONF PORT
+RAYKEEL := $(BIN)/python -m pipelines
+
+.PHONY: help setup run plan why config sweep ui ask status down test test-slow lint types check bench clean reference golden
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo '  overrides follow the target: make run pipeline=finetune stages.train.learning_rate=3e-4 run.until=evaluate'
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed (Debian: apt install python3.11 python3.11-venv)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned dependencies into $(VENV) (log: $(VENV)/install.log)"
+	@# torch first: the plain name would pull CUDA builds; what pip already sees, else PyTorch's own CPU index.
+	@if [ "$(TORCH)" = cpu ]; then \
+	  $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "torch==$(TORCH_VERSION)+cpu" >$(VENV)/install.log 2>&1 \
+	  || $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --extra-index-url $(TORCH_CPU_INDEX) "torch==$(TORCH_VERSION)+cpu" >>$(VENV)/install.log 2>&1 \
+	  || { tail -n 5 $(VENV)/install.log; exit 1; }; \
+	else \
+	  $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "torch==$(TORCH_VERSION)" >$(VENV)/install.log 2>&1 || { tail -n 5 $(VENV)/install.log; exit 1; }; \
+	fi
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' >>$(VENV)/install.log 2>&1 || { tail -n 5 $(VENV)/install.log; exit 1; }
+	@touch $@
+
+setup: $(VENV)/.ready ## virtual environment with pinned dependencies (TORCH=cpu|cuda)
+
+run: setup ## run a pipeline: what is known is reused, the rest is made
+	@$(RAYKEEL) run $(ARGS)
+
+plan: setup ## what would run, what is reused, and why; starts nothing
+	@$(RAYKEEL) plan $(ARGS)
+
+why: setup ## the same field by field
+	@$(RAYKEEL) why $(ARGS)
+
+config: setup ## print the composed configuration
+	@$(RAYKEEL) config $(ARGS)
+
+sweep: setup ## a grid over values: make sweep stages.train.learning_rate=1e-3,3e-3
+	@$(RAYKEEL) sweep $(ARGS)
+
+ui: setup ## the MLflow UI on the store that the runs write to (PORT=5000)
+	@$(RAYKEEL) ui $(ARGS)
+
+ask: setup ## ask the served model: make ask TEXT="os.path.join("
+	@$(RAYKEEL) ask $(ARGS)
+
+status: setup ## what is served, registered, running and stored
+	@$(RAYKEEL) status $(ARGS)
+
+down: setup ## stop the endpoint and this project's Ray
+	@$(RAYKEEL) down $(ARGS)
+
+test: setup ## the default tests, real Ray and a small life end to end (under 5 minutes)
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-slow: setup ## the rest: faults, long runs, rendered pages (under 30 minutes)
+	@$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+lint: setup ## ruff: lint and format, no changes
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup ## mypy --strict on both packages
+	@$(BIN)/mypy
+
+check: lint types test ## what a commit must pass
+
+golden: setup ## rewrite tests/golden; review the diff
+	@$(BIN)/python -m pytest -q tests/test_conf.py --golden
+
+reference: setup ## rewrite docs/reference.md from the config classes
+	@$(BIN)/python -m docs.reference
+
+bench: setup ## the paired benchmarks; results as JSON in benchmarks/results
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## caches and build leftovers; never the store, models, MLflow or the virtual environment
+	@rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.raykeel/*' -prune -exec rm -rf {} +
+	@rm -rf .raykeel/store/staging
