@@ -24,10 +24,12 @@ PING_S = 15.0
 PING = b": ping\n\n"
 
 
-def build_app(directory: Path, *, name: str, version: int, digest: str, options: ServingOptions) -> "App":
+def build_app(
+    directory: Path, *, name: str, version: int, digest: str, options: ServingOptions, instance: str | None = None
+) -> "App":
     """Start loading the model and return the app that serves it."""
     engine = Engine(directory, threads=options.threads, max_queue=options.max_queue, stall_s=options.request_timeout_s)
-    return App(engine, Identity(name, version, digest, options.digest(), uuid.uuid4().hex), options)
+    return App(engine, Identity(name, version, digest, options.digest(), instance or uuid.uuid4().hex), options)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,217 @@
+"""Deploy: a registered version answers at an OpenAI-compatible address. Apart from register, because serving is a state of
+the world of its own: it may be lost (`make down`) while the version stays.
+
+One `endpoint` is one Serve application at `/`; another model there is a roll-out. The new version loads and answers its
+golden questions before the old one ends, and the alias `champion` moves last."""
+
+import ipaddress
+import re
+import uuid
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.artifacts import Checkpoint, Endpoint, ModelVersion
+from stages.contract import Context, Registry, StageConfig, StageError, stage
+from stages.serving.endpoint import Deployed, ask_ready, read_record, write_record
+from stages.serving.options import ServingOptions
+
+if TYPE_CHECKING:
+    from stages.serving.golden import Question
+
+CHAMPION, PREVIOUS = "champion", "previous"
+CPU_WAIT_S = 15.0
+
+
+@dataclass(kw_only=True)
+class DeployResources:
+    """What does not change an answer."""
+
+    num_cpus: float = 0.5
+    """Logical CPUs of one replica. A roll-out needs room for two."""
+    threads: int = 1
+    """Threads of the model's matrix products."""
+    rollout_timeout_s: float = 120.0
+    """Seconds for the new version to load and answer; then the old one stays."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_cpus", "threads", "rollout_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"resources.{name} must be above 0, got {getattr(self, name)}")
+
+
+@dataclass(kw_only=True)
+class DeployConfig(StageConfig):
+    """Options in `conf/deploy/`."""
+
+    endpoint: str = "raykeel"
+    """Name of the Serve application. One cluster serves one endpoint, at `/`."""
+    host: str = "127.0.0.1"
+    """Address to bind; a loopback address, because the endpoint asks for no key."""
+    port: int = 8000
+    """Port to bind, or the next free one when it is taken. A running proxy keeps its port until `make down`."""
+    max_tokens: int | None = None
+    """Most tokens of one answer; null: what the model's context leaves after the prompt."""
+    max_queue: int = 64
+    """Requests that may wait for the model; one more is refused with 429."""
+    request_timeout_s: float = 120.0
+    """Seconds from a request's arrival to the end of its answer; then it is ended with an error."""
+    resources: DeployResources = field(default_factory=DeployResources)
+    """How it is computed."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", self.endpoint):
+            raise ValueError(f"endpoint must be letters, digits, - and _, got {self.endpoint!r}")
+        if not _is_loopback(self.host):
+            raise ValueError(
+                f"host must be a loopback address such as 127.0.0.1, got {self.host!r}; an endpoint without a key is not "
+                "opened to a network, put an authenticating proxy in front of it"
+            )
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"port must be within 1..65535, got {self.port}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be null or at least 1, got {self.max_tokens}")
+        if self.max_queue < 1:
+            raise ValueError(f"max_queue must be at least 1, got {self.max_queue}")
+        if self.request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+
+    def options(self) -> ServingOptions:
+        return ServingOptions(
+            max_tokens=self.max_tokens,
+            max_queue=self.max_queue,
+            request_timeout_s=self.request_timeout_s,
+            threads=self.resources.threads,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | None:
+    """Why the endpoint is not what the receipt says, or None. One GET of /ready."""
+    facts = receipt.summary()
+    record = read_record(state)
+    if record is None:
+        return "nothing is deployed from here"
+    ready = ask_ready(record.base_url)
+    if ready is None:
+        return f"the endpoint does not answer at {record.base_url}"
+    if any(ready.get(name) != facts[name] for name in ("model", "version", "digest", "config_digest")):
+        return f"the endpoint serves {ready.get('model')}@{ready.get('version')}, or with other options"
+    return None
+
+
+def replaces(cfg: DeployConfig, state: Path) -> str | None:
+    """`name@version` that a roll-out to this endpoint would replace, or None when nothing serves there."""
+    record = read_record(state)
+    if record is None or record.application != cfg.endpoint or not record.serves(ask_ready(record.base_url)):
+        return None
+    return f"{record.model}@{record.version}"
+
+
+@stage(ray=True, holds=holds)
+def deploy(cfg: DeployConfig, ctx: Context, model: ModelVersion) -> Endpoint:
+    """Trial, switch, ask through the public address, record, move the aliases; any failure leaves what served before."""
+    from stages.serving import deployment
+
+    before = read_record(ctx.state)
+    port = deployment.running_port()
+    if port is not None:
+        deployment.require_route(cfg.endpoint)
+    deployed = _wanted(cfg, model, port or cfg.port)
+    ready = ask_ready(deployed.base_url) if port is not None else None
+    if before is not None and ready is not None and deployed.serves(ready) and before.instance == ready["instance"]:
+        deployed = before  # exactly this serves already
+    else:
+        deployed = _roll_out(cfg, ctx, deployed, before, something_serves=ready is not None)
+    write_record(ctx.state, deployed)
+    _move_aliases(ctx.registry, deployed.model, deployed.version)
+    _announce(cfg, ctx, deployed)
+    return Endpoint(uri=Endpoint.write(ctx.output, deployed.summary()).uri)
+
+
+def _wanted(cfg: DeployConfig, model: ModelVersion, port: int) -> Deployed:
+    facts = model.summary()
+    options = cfg.options()
+    return Deployed(
+        application=cfg.endpoint,
+        base_url=f"http://{cfg.host}:{port}",
+        model=facts["name"],
+        version=facts["version"],
+        digest=facts["digest"],
+        config_digest=options.digest(),
+        instance=uuid.uuid4().hex,
+        directory=str(Checkpoint(uri=facts["uri"]).local()),
+        num_cpus=cfg.resources.num_cpus,
+        options=options,
+    )
+
+
+def _roll_out(
+    cfg: DeployConfig, ctx: Context, deployed: Deployed, before: Deployed | None, something_serves: bool
+) -> Deployed:
+    from stages.serving import deployment
+
+    timeout_s = cfg.resources.rollout_timeout_s
+    ctx.progress(0.05, "loading the new version for a trial")
+    deployment.require_cpus(deployed.num_cpus, CPU_WAIT_S)
+    running_trial = deployment.start_trial(deployed)
+    try:
+        port = deployment.start_serve(cfg.host, cfg.port)  # while the trial loads
+        questions = deployment.finish_trial(running_trial, deployed, timeout_s)
+    finally:
+        deployment.cancel_trial(running_trial)
+    deployed = replace(deployed, base_url=f"http://{cfg.host}:{port}")
+    deployment.require_cpus(deployed.num_cpus, CPU_WAIT_S)
+    ctx.progress(0.3, "starting the new version")
+    try:
+        deployment.begin(deployed, timeout_s)
+        deployment.wait_serving(deployed, timeout_s, ctx.progress)
+        ctx.progress(0.85, "asking the golden questions")
+        _ask(deployed, questions)
+    except BaseException as error:
+        wait_s = timeout_s if isinstance(error, Exception) else 0.0
+        kept = deployment.restore(deployed, before if something_serves else None, something_serves, wait_s)
+        if isinstance(error, StageError):
+            raise StageError(f"{error}; {kept}") from error
+        raise
+    return deployed
+
+
+def _ask(deployed: Deployed, questions: "list[Question]") -> None:
+    """The golden questions through the public address: what a client gets is what was recorded where the model was made."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{deployed.base_url}/v1", api_key="none", max_retries=2, timeout=60)
+    for number, question in enumerate(questions):
+        try:
+            answer: Any = client.completions.create(
+                model=deployed.model, prompt=question.prompt_ids, max_tokens=question.max_tokens, temperature=0
+            )
+        except openai.OpenAIError as error:
+            raise StageError(f"golden question {number} failed at {deployed.base_url}: {error}") from error
+        if answer.choices[0].text != question.text:
+            raise StageError(
+                f"golden question {number} is answered differently at {deployed.base_url} than where "
+                f"{deployed.model}@{deployed.version} was made"
+            )
+
+
+def _move_aliases(registry: Registry, name: str, version: int) -> None:
+    old = registry.alias(name, CHAMPION)
+    if old == version:
+        return
+    if old is not None:
+        registry.set_alias(name, PREVIOUS, old)
+    registry.set_alias(name, CHAMPION, version)
+
+
+def _announce(cfg: DeployConfig, ctx: Context, deployed: Deployed) -> None:
+    port = int(deployed.base_url.rpartition(":")[2])
+    taken = "" if port == cfg.port else f" (port {cfg.port} was taken when Serve started)"
+    ctx.headline(f"{deployed.model}@{deployed.version} at {deployed.base_url}{taken}")

@@ -1,0 +1,114 @@
+"""Register: an approved checkpoint becomes a version in the model registry. Apart from deploy, because a version may be
+registered and never served, or served again later.
+
+A state of the world: what is already there is found by content digest, so a repeated run never makes a second version."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stages.artifacts import Approval, Checkpoint, EvalReport, ModelVersion, TokenDataset
+from stages.contract import Context, Registry, StageConfig, StageError, stage
+
+CANDIDATE = "candidate"
+
+
+@dataclass(kw_only=True)
+class RegisterResources:
+    """What does not change the result."""
+
+    timeout_s: float = 300.0
+    """Seconds that the model may take to load and answer in a process of its own."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ValueError(f"resources.timeout_s must be above 0, got {self.timeout_s}")
+
+
+@dataclass(kw_only=True)
+class RegisterConfig(StageConfig):
+    """Options in `conf/register/`."""
+
+    name: str
+    """Name of the registered model; the endpoint serves it under this name."""
+    resources: RegisterResources = field(default_factory=RegisterResources)
+    """How it is computed."""
+
+    def __post_init__(self) -> None:
+        if not self.name or set("/:@% \t\n") & set(self.name):
+            raise ValueError(f"name must be one word without / : @ %, got {self.name!r}")
+
+
+def holds(receipt: ModelVersion, registry: Registry | None, state: Path) -> str | None:
+    """Why the registry no longer agrees with the receipt, or None."""
+    facts = receipt.summary()
+    if registry is None:
+        return "there is no registry to ask"
+    found = registry.find(facts["name"], facts["digest"])
+    if found == facts["version"]:
+        return None
+    return f"the registry has no {facts['name']}@{facts['version']} with digest {facts['digest'][:12]}"
+
+
+@stage(holds=holds)
+def register(
+    cfg: RegisterConfig,
+    ctx: Context,
+    approval: Approval,
+    checkpoint: Checkpoint,
+    report: EvalReport,
+    dataset: TokenDataset,
+) -> ModelVersion:
+    """Approved, recorded, proved to load back; the alias `candidate` moves last."""
+    _require_approved(approval, checkpoint, report)
+    version = ctx.registry.find(cfg.name, checkpoint.digest)
+    if version is None:
+        tags = {
+            "digest": checkpoint.digest,
+            "data_fingerprint": dataset.digest,
+            "report_digest": report.digest,
+            "fingerprint": ctx.fingerprint,
+        }
+        version = ctx.registry.register(cfg.name, checkpoint, tags, _metrics(report))
+    uri = _require_loads_back(cfg, ctx, checkpoint, version)
+    ctx.registry.set_alias(cfg.name, CANDIDATE, version)
+    ctx.headline(f"{cfg.name}@{version}")
+    facts = {"name": cfg.name, "version": version, "digest": checkpoint.digest, "uri": uri}
+    return ModelVersion(uri=ModelVersion.write(ctx.output, facts).uri)
+
+
+def _require_approved(approval: Approval, checkpoint: Checkpoint, report: EvalReport) -> None:
+    facts = approval.summary()
+    for what, approved, given in (
+        ("checkpoint", facts.get("checkpoint_digest"), checkpoint.digest),
+        ("report", facts.get("report_digest"), report.digest),
+    ):
+        if not given or approved != given:
+            raise StageError(
+                f"register: the approval is for {what} {str(approved)[:12]}, got {what} {given[:12] or '(unpublished)'}: "
+                "connect gate and register to the same checkpoint and report"
+            )
+
+
+def _metrics(report: EvalReport) -> dict[str, float]:
+    metrics = report.summary().get("metrics", {})
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _require_loads_back(cfg: RegisterConfig, ctx: Context, checkpoint: Checkpoint, version: int) -> str:
+    """The directory the registry names for this version holds the model that was made: equal golden answers in a process
+    that shares nothing with this one. Returns its uri."""
+    from stages.serving.golden import check_in_clean_process
+
+    uri, digest = ctx.registry.resolve(f"models:/{cfg.name}/{version}")
+    if digest != checkpoint.digest:
+        raise StageError(
+            f"models:/{cfg.name}/{version} has digest {digest[:12]}, wanted {checkpoint.digest[:12]}: "
+            "the registry was changed by hand; delete that version and run again"
+        )
+    ctx.progress(0.5, "loading it back")
+    check_in_clean_process(Checkpoint(uri=uri, digest=digest).local(), cfg.resources.timeout_s)
+    return uri

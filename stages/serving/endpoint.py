@@ -1,0 +1,71 @@
+"""The record of the live endpoint and the one question to it that costs nothing. Apart and standard library only, because
+a plan asks it too and must load nothing heavy."""
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.serving.options import ServingOptions
+
+RECORD = "endpoint.json"
+ASK_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """All that is needed to say what serves, and to deploy exactly that again."""
+
+    application: str
+    base_url: str
+    """Scheme, host and port; the OpenAI interface is below it at /v1."""
+    model: str
+    version: int
+    digest: str
+    config_digest: str
+    instance: str
+    """Names this one deployment: 32 hex characters."""
+    directory: str
+    """Where the model's files are: resolved once, never an alias, so that a restarted replica loads the same."""
+    num_cpus: float
+    options: ServingOptions
+
+    def summary(self) -> dict[str, Any]:
+        """The facts of an Endpoint artifact."""
+        names = ("base_url", "model", "version", "digest", "config_digest", "instance")
+        return {name: getattr(self, name) for name in names}
+
+    def serves(self, answer: dict[str, Any] | None) -> bool:
+        """`answer` of /ready is this model version under these options (in this or another deployment)."""
+        names = ("model", "version", "digest", "config_digest")
+        return answer is not None and all(answer.get(name) == getattr(self, name) for name in names)
+
+
+def write_record(state: Path, deployed: Deployed) -> None:
+    """Replace the record in one step."""
+    path = state / RECORD
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(deployed), indent=2, sort_keys=True) + "\n", "utf-8")
+    partial.replace(path)
+
+
+def read_record(state: Path) -> Deployed | None:
+    """What was deployed last, or None when nothing (readable) is recorded."""
+    try:
+        fields = json.loads((state / RECORD).read_text("utf-8"))
+        return Deployed(**{**fields, "options": ServingOptions(**fields["options"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def ask_ready(base_url: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any] | None:
+    """What /ready reports, or None when nothing that is ready answers there."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through the environment's proxy
+    try:
+        with opener.open(f"{base_url}/ready", timeout=timeout_s) as response:
+            answer = json.loads(response.read(65536))
+    except (OSError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None
