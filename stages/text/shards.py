@@ -5,7 +5,7 @@ is whole: tasks that Ray runs twice replace a file by an equal one.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -90,9 +90,10 @@ def write_shard(path: Path, table: pyarrow.Table) -> None:
     partial.replace(path)
 
 
-def row_counts(paths: Iterable[Path]) -> list[int]:
-    """Rows of each shard, from the footers alone."""
-    return [pyarrow.parquet.read_metadata(path).num_rows for path in paths]
+def remove_partial(directory: Path) -> None:
+    """Remove what a killed worker left beside the whole shards."""
+    for stray in directory.rglob("*.partial"):
+        stray.unlink()
 
 
 def read_rows(paths: Sequence[Path], counts: Sequence[int], first: int, last: int) -> Iterator[dict[str, list[Any]]]:

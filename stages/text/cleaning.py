@@ -1,0 +1,130 @@
+"""What clean does to rows, on the workers. Apart, because Ray ships these functions to them."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import pyarrow.parquet
+
+from stages.artifacts import ArtifactError
+from stages.text.corpus import TRAIN, VALIDATION, shards
+from stages.text.normalise import content_key, in_validation, normalise_row
+from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, read_rows
+
+KEYS_SCHEMA = pyarrow.schema([("high", pyarrow.uint64()), ("low", pyarrow.uint64()), ("position", pyarrow.int64())])
+"""Half of a row's sha256 (128 bits are enough to tell 10^15 rows apart) and where it stands: all that deduplication moves."""
+FACTS_SCHEMA = pyarrow.schema([("facts", pyarrow.string())])
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The limits that clean applies to each row alone, and the split."""
+
+    min_characters: int
+    max_characters: int
+    validation_fraction: float
+
+    def reason(self, prompt: str, text: str) -> str | None:
+        if len(text) < self.min_characters:
+            return "too_short"
+        return "too_long" if len(prompt) + len(text) > self.max_characters else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The shards of the rows that are cleaned, and how many rows each has."""
+
+    shards: list[Path]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, directory: Path) -> "Table":
+        """The rows of an artifact, counted from the shards' footers."""
+        parts = shards(directory)
+        return cls(parts, [pyarrow.parquet.read_metadata(part).num_rows for part in parts])
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def read(self, first: int, last: int) -> Iterator[tuple[int, str, str, str, str]]:
+        """(position, id, source, prompt, text) of rows first..last-1."""
+        position = first
+        for group in read_rows(self.shards, self.counts, first, last):
+            for values in zip(*(group[name] for name in ("id", "source", "prompt", "text")), strict=True):
+                yield position, *values
+                position += 1
+
+
+def keys(order: dict[str, Any], table: Table, rules: Rules) -> Iterator[pyarrow.Table]:
+    """First pass over a range of rows: content keys of those that pass the rules."""
+    found: list[tuple[bytes, int]] = []
+    for position, _, _, prompt, text in table.read(order["first"], order["last"]):
+        prompt, text = normalise_row(prompt, text)
+        if rules.reason(prompt, text) is None:
+            found.append((content_key(prompt, text), position))
+    halves = np.frombuffer(b"".join(key[:16] for key, _ in found), dtype=">u8").reshape(-1, 2).astype(np.uint64)
+    columns = [halves[:, 0], halves[:, 1], np.array([position for _, position in found], np.int64)]
+    yield pyarrow.table([pyarrow.array(column) for column in columns], schema=KEYS_SCHEMA)
+
+
+def first_of_each(part: int, parts: int, *tables: pyarrow.Table) -> npt.NDArray[np.int64]:
+    """Of all keys with `high % parts == part`: the positions of the first row of each, so equal rows meet in one task."""
+    table = pyarrow.concat_tables([table for table in tables if table.num_rows] or [KEYS_SCHEMA.empty_table()])
+    high, low, position = (table.column(name).to_numpy() for name in KEYS_SCHEMA.names)
+    mine = high % np.uint64(parts) == part
+    high, low, position = high[mine], low[mine], position[mine]
+    order = np.lexsort((position, low, high))
+    high, low, position = high[order], low[order], position[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+    first: npt.NDArray[np.int64] = position[new]
+    return first
+
+
+def write(order: dict[str, Any], table: Table, rules: Rules, output: Path) -> Iterator[pyarrow.Table]:
+    """Second pass over the rows of one output shard: write what stays and why the rest leaves; report the counts."""
+    kept = np.unpackbits(np.frombuffer(order["kept"], np.uint8)).astype(bool)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    last = ""
+    dropped: list[tuple[str, str]] = []
+    with ShardWriter(output / "rows", CORPUS_SCHEMA, first=order["shard"]) as rows:
+        for position, row_id, source, raw_prompt, raw_text in table.read(order["first"], order["last"]):
+            if row_id <= last:
+                raise ArtifactError(
+                    f"row {row_id} stands after {last}: rows must stand in the order of their ids, each once"
+                )
+            order.setdefault("first_id", row_id)
+            last = row_id
+            prompt, text = normalise_row(raw_prompt, raw_text)
+            reason = rules.reason(prompt, text)
+            if reason is None and not kept[position - order["first"]]:
+                reason = "duplicate"
+            if reason is None:
+                split = VALIDATION if in_validation(content_key(prompt, text), rules.validation_fraction) else TRAIN
+                rows.write(row_id, source, prompt, text, split)
+            else:
+                dropped.append((row_id, reason))
+            _count(counts["in"], raw_prompt, raw_text)
+            _count(counts["normalised"], prompt, text)
+            _count(counts[reason or split], prompt, text)
+    if dropped:
+        with ShardWriter(
+            output / "dropped", DROPPED_SCHEMA, first=order["shard"], rows_per_shard=len(dropped)
+        ) as writer:
+            for values in dropped:
+                writer.write(*values)
+    facts = {"shard": order["shard"], "first_id": order.get("first_id", ""), "last_id": last, "counts": counts}
+    yield pyarrow.table([[json.dumps(facts)]], schema=FACTS_SCHEMA)
+
+
+def _count(counts: Counter[str], prompt: str, text: str) -> None:
+    counts["rows"] += 1
+    counts["characters"] += len(prompt) + len(text)
+    counts["bytes"] += len(prompt.encode()) + len(text.encode())

@@ -1,0 +1,37 @@
+"""What counts as the same text, as pure functions. Apart, because the rules decide which rows are duplicates."""
+
+import hashlib
+import re
+import unicodedata
+
+_CONTROL = {code: None for code in (*range(0x20), 0x7F, 0xFEFF) if chr(code) not in "\t\n"}
+_LINE_ENDS = re.compile(r"\r\n?|\u0085|\u2028|\u2029")
+_TRAILING = re.compile(r"[^\S\n]+(?=\n)")
+_BLANK_LINES = re.compile(r"\n{3,}")
+
+
+def normalise(text: str) -> str:
+    """NFC; line ends as `\\n`; no control characters but tab, no byte-order marks, no white space before a line's end, at
+    most one blank line in a row. White space inside a line and before it stays: in code it means something."""
+    text = _LINE_ENDS.sub("\n", text).translate(_CONTROL)
+    text = unicodedata.normalize("NFC", text)  # after the control characters, which keep marks from their letters
+    return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text))
+
+
+def normalise_row(prompt: str, text: str) -> tuple[str, str]:
+    """A row's two strings. Where they meet, white space stays, since it tells where an answer begins."""
+    text = normalise(text).rstrip()
+    return normalise(prompt), text if prompt else text.lstrip("\n")
+
+
+def content_key(prompt: str, text: str) -> bytes:
+    """32 bytes: sha256 over a normalised row. Equal keys are duplicates."""
+    digest = hashlib.sha256(f"{len(prompt)}\0".encode())
+    digest.update(prompt.encode())
+    digest.update(text.encode())
+    return digest.digest()
+
+
+def in_validation(key: bytes, fraction: float) -> bool:
+    """Which side of the split a row falls on: by its content alone, so that other rows never move it."""
+    return int.from_bytes(hashlib.sha256(b"split\0" + key).digest()[:8], "big") < fraction * 2**64
