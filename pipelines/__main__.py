@@ -33,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--traceback", action="store_true", help="print the Python traceback of a failure")
     parser.add_argument("--conf", default=os.environ.get("CONF"), help="directory with more pipelines and options")
-    arguments = parser.parse_args(argv)
+    try:
+        arguments = parser.parse_intermixed_args(argv)
+    except SystemExit as error:
+        return 1 if error.code else 0
     console = Console()
     overrides = from_make(os.environ.get("RAYKEEL_OVERRIDES", "")) + arguments.overrides
     handler: Callable[[Console, list[str], str | None], int] = globals()[f"_{arguments.command}"]

@@ -8,7 +8,7 @@ shards of fixed size and fixed name. `ModelVersion` and `Endpoint` record a stat
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urlparse
 
 SUMMARY = "summary.json"
@@ -54,7 +54,7 @@ class Artifact:
         return ()
 
     @classmethod
-    def write(cls, directory: Path, summary: dict[str, Any]) -> "Artifact":
+    def write(cls, directory: Path, summary: dict[str, Any]) -> Self:
         """Write `summary.json` (sorted keys, so equal facts are equal bytes) and return the unpublished artifact."""
         text = json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         (directory / SUMMARY).write_text(text + "\n", "utf-8")

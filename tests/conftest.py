@@ -12,6 +12,12 @@ from stages.contract import Context, StageError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+for leaked in ("RAYKEEL_OVERRIDES", "TEXT", "CONF"):  # `make test` hands make's own words to the tests
+    os.environ.pop(leaked, None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", action="store_true", help="rewrite tests/golden from what is composed now")
 
 
 @dataclass
