@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import numpy
     import numpy.typing
 
-    from stages.text.cleaning import Rules, Table
+    from stages.text.cleaning import Rules
+    from stages.text.shards import Table
 
 SPLITS = ("train", "validation")
 UNITS = ("rows", "characters", "bytes")
@@ -71,10 +72,11 @@ class CleanConfig(StageConfig):
 @stage(libraries=("pyarrow",), ray=True)
 def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     """Normalise, filter, remove duplicates and split."""
-    from stages.text.cleaning import Rules, Table
-    from stages.text.shards import remove_partial
+    from stages.text.cleaning import Rules
+    from stages.text.corpus import shards
+    from stages.text.shards import Table, remove_partial
 
-    table = Table.of(rows.local())
+    table = Table.of(shards(rows.local()))
     rules = Rules(cfg.min_characters, cfg.max_characters, cfg.validation_fraction)
     ctx.progress(0.0, f"{table.total:,} rows")
     kept = _first_of_each(table, rules, cfg.resources.blocks)

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow
-import pyarrow.parquet
 
 from stages.artifacts import ArtifactError
-from stages.text.corpus import TRAIN, VALIDATION, shards
+from stages.text.corpus import TRAIN, VALIDATION
 from stages.text.normalise import content_key, in_validation, normalise_row
-from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, read_rows
+from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ROWS_SCHEMA, ShardWriter, Table
 
 KEYS_SCHEMA = pyarrow.schema([("high", pyarrow.uint64()), ("low", pyarrow.uint64()), ("position", pyarrow.int64())])
 """Half of a row's sha256 (128 bits are enough to tell 10^15 rows apart) and where it stands: all that deduplication moves."""
@@ -36,36 +35,19 @@ class Rules:
         return "too_long" if len(prompt) + len(text) > self.max_characters else None
 
 
-@dataclass(frozen=True)
-class Table:
-    """The shards of the rows that are cleaned, and how many rows each has."""
-
-    shards: list[Path]
-    counts: list[int]
-
-    @classmethod
-    def of(cls, directory: Path) -> "Table":
-        """The rows of an artifact, counted from the shards' footers."""
-        parts = shards(directory)
-        return cls(parts, [pyarrow.parquet.read_metadata(part).num_rows for part in parts])
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts)
-
-    def read(self, first: int, last: int) -> Iterator[tuple[int, str, str, str, str]]:
-        """(position, id, source, prompt, text) of rows first..last-1."""
-        position = first
-        for group in read_rows(self.shards, self.counts, first, last):
-            for values in zip(*(group[name] for name in ("id", "source", "prompt", "text")), strict=True):
-                yield position, *values
-                position += 1
+def rows(table: Table, order: dict[str, Any]) -> Iterator[tuple[int, str, str, str, str]]:
+    """(position, id, source, prompt, text) of the rows that an order names."""
+    position = order["first"]
+    for part in table.slices(order["first"], order["last"]):
+        for values in zip(*(part.column(name).to_pylist() for name in ROWS_SCHEMA.names), strict=True):
+            yield position, *values
+            position += 1
 
 
 def keys(order: dict[str, Any], table: Table, rules: Rules) -> Iterator[pyarrow.Table]:
     """First pass over a range of rows: content keys of those that pass the rules."""
     found: list[tuple[bytes, int]] = []
-    for position, _, _, prompt, text in table.read(order["first"], order["last"]):
+    for position, _, _, prompt, text in rows(table, order):
         prompt, text = normalise_row(prompt, text)
         if rules.reason(prompt, text) is None:
             found.append((content_key(prompt, text), position))
@@ -93,9 +75,12 @@ def write(order: dict[str, Any], table: Table, rules: Rules, output: Path) -> It
     kept = np.unpackbits(np.frombuffer(order["kept"], np.uint8)).astype(bool)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     last = ""
-    dropped: list[tuple[str, str]] = []
-    with ShardWriter(output / "rows", CORPUS_SCHEMA, first=order["shard"]) as rows:
-        for position, row_id, source, raw_prompt, raw_text in table.read(order["first"], order["last"]):
+    shard = order["shard"]
+    with (
+        ShardWriter(output / "rows", CORPUS_SCHEMA, first=shard) as stay,
+        ShardWriter(output / "dropped", DROPPED_SCHEMA, first=shard, rows_per_shard=None) as leave,
+    ):
+        for position, row_id, source, raw_prompt, raw_text in rows(table, order):
             if row_id <= last:
                 raise ArtifactError(
                     f"row {row_id} stands after {last}: rows must stand in the order of their ids, each once"
@@ -108,19 +93,13 @@ def write(order: dict[str, Any], table: Table, rules: Rules, output: Path) -> It
                 reason = "duplicate"
             if reason is None:
                 split = VALIDATION if in_validation(content_key(prompt, text), rules.validation_fraction) else TRAIN
-                rows.write(row_id, source, prompt, text, split)
+                stay.write(row_id, source, prompt, text, split)
             else:
-                dropped.append((row_id, reason))
+                leave.write(row_id, reason)
             _count(counts["in"], raw_prompt, raw_text)
             _count(counts["normalised"], prompt, text)
             _count(counts[reason or split], prompt, text)
-    if dropped:
-        with ShardWriter(
-            output / "dropped", DROPPED_SCHEMA, first=order["shard"], rows_per_shard=len(dropped)
-        ) as writer:
-            for values in dropped:
-                writer.write(*values)
-    facts = {"shard": order["shard"], "first_id": order.get("first_id", ""), "last_id": last, "counts": counts}
+    facts = {"shard": shard, "first_id": order.get("first_id", ""), "last_id": last, "counts": counts}
     yield pyarrow.table([[json.dumps(facts)]], schema=FACTS_SCHEMA)
 
 

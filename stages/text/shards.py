@@ -5,10 +5,11 @@ is whole: tasks that Ray runs twice replace a file by an equal one.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import pyarrow
 import pyarrow.parquet
@@ -32,22 +33,22 @@ def shard_name(index: int) -> str:
 class ShardWriter:
     """Rows of strings, one after the other, into `part-00000.parquet`, ...; leave the `with` block to finish the last.
 
-    Without a row it still writes one shard without rows, so that an artifact's table is never absent.
+    A shard holds `rows_per_shard` rows (None: as many as come); without a row there is no shard.
     """
 
-    def __init__(self, directory: Path, schema: pyarrow.Schema, first: int = 0, rows_per_shard: int = ROWS_PER_SHARD):
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, directory: Path, schema: pyarrow.Schema, first: int = 0, rows_per_shard: int | None = ROWS_PER_SHARD
+    ) -> None:
         self.directory, self.schema, self.rows_per_shard = directory, schema, rows_per_shard
         self._shard, self._rows_in_shard, self._characters = first, 0, 0
         self._columns: list[list[str]] = [[] for _ in schema.names]
-        self._open()
+        self._writer: pyarrow.parquet.ParquetWriter | None = None
 
     def write(self, *values: str) -> None:
         """Add one row, its values in the order of the schema."""
         if self._rows_in_shard == self.rows_per_shard:
             self._close()
-            self._shard += 1
-            self._open()
+            self._shard, self._rows_in_shard = self._shard + 1, 0
         for column, value in zip(self._columns, values, strict=True):
             column.append(value)
         self._rows_in_shard += 1
@@ -61,31 +62,39 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self._close()
-        else:
+        elif self._writer is not None:
             self._writer.close()
-            self._partial.unlink(missing_ok=True)
+            self._partial.unlink()
 
-    def _open(self) -> None:
-        self._rows_in_shard = 0
-        self._partial = self.directory / f"{shard_name(self._shard)}.{os.getpid()}.partial"
-        self._writer = pyarrow.parquet.ParquetWriter(self._partial, self.schema, compression="zstd")
+    @property
+    def _partial(self) -> Path:
+        return _partial(self.directory / shard_name(self._shard))
 
     def _flush(self) -> None:
         if self._columns[0]:
+            if self._writer is None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._writer = pyarrow.parquet.ParquetWriter(self._partial, self.schema, compression="zstd")
             self._writer.write_table(pyarrow.table(self._columns, schema=self.schema))
         self._columns = [[] for _ in self.schema.names]
         self._characters = 0
 
     def _close(self) -> None:
         self._flush()
-        self._writer.close()
-        self._partial.replace(self.directory / shard_name(self._shard))
+        if self._writer is not None:
+            self._writer.close()
+            self._partial.replace(self.directory / shard_name(self._shard))
+            self._writer = None
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
 def write_shard(path: Path, table: pyarrow.Table) -> None:
     """One whole shard at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     pyarrow.parquet.write_table(table, partial, compression="zstd")
     partial.replace(path)
 
@@ -96,17 +105,33 @@ def remove_partial(directory: Path) -> None:
         stray.unlink()
 
 
-def read_rows(paths: Sequence[Path], counts: Sequence[int], first: int, last: int) -> Iterator[dict[str, list[Any]]]:
-    """Rows first..last-1 of the table that the shards make together, a row group at a time, as Python lists by column."""
-    position = 0
-    for path, count in zip(paths, counts, strict=True):
-        if position + count > first and position < last:
-            file = pyarrow.parquet.ParquetFile(path)
-            at = position
-            for group in range(file.num_row_groups):
-                size = file.metadata.row_group(group).num_rows
-                low, high = max(first - at, 0), min(last - at, size)
-                if low < high:
-                    yield file.read_row_group(group).slice(low, high - low).to_pydict()
-                at += size
-        position += count
+@dataclass(frozen=True)
+class Table:
+    """The shards of one table of an artifact, and how many rows each has."""
+
+    shards: list[Path]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, shards: list[Path]) -> "Table":
+        """Rows are counted from the shards' footers alone."""
+        return cls(shards, [pyarrow.parquet.read_metadata(shard).num_rows for shard in shards])
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def slices(self, first: int, last: int) -> Iterator[pyarrow.Table]:
+        """Rows first..last-1 of the whole, at most a row group at a time."""
+        position = 0
+        for shard, count in zip(self.shards, self.counts, strict=True):
+            if position < last and position + count > first:
+                file = pyarrow.parquet.ParquetFile(shard)
+                at = position
+                for group in range(file.num_row_groups):
+                    size = file.metadata.row_group(group).num_rows
+                    low, high = max(first - at, 0), min(last - at, size)
+                    if low < high:
+                        yield file.read_row_group(group).slice(low, high - low)
+                    at += size
+            position += count

@@ -147,7 +147,7 @@ def test_an_empty_split_says_what_to_set(ray_session: None, make_context: MakeCo
 
 def test_rows_out_of_id_order_are_refused(ray_session: None, make_context: MakeContext, tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "in", [("b", "", "x"), ("a", "", "y"), ("a", "", "z")])
-    with pytest.raises(ArtifactError, match="^row a stands after b"):
+    with pytest.raises(ArtifactError, match=r"^row a stands after b"):
         clean(CleanConfig(), make_context(), rows)
 
 
