@@ -4,38 +4,19 @@ import json
 import os
 import random
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from torch import multiprocessing
 
-from stages.contract import ResourcesUnavailable
-from stages.train import Launcher, TrainConfig, TrainResources, train
-from stages.training.config import Job, ModelConfig, Recipe
-from stages.training.follow import Follower
+from stages.contract import ResourcesUnavailable, StageError
+from stages.train import Launcher, train
 from tests.stages import tiny_dataset as tiny
-
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-
-
-def config(*, launcher: Launcher = Launcher.inline, resources: dict | None = None, **values) -> TrainConfig:
-    values = {"max_steps": 12, "tokens_per_step": 6 * tiny.LENGTH, "validate_every": 5, "learning_rate": 3e-3} | values
-    given = {"micro_batch_rows": 2, "checkpoint_every": 4} | (resources or {})
-    model = values.pop("model", ModelConfig(**SHAPE))
-    return TrainConfig(model=model, resources=TrainResources(launcher=launcher, **given), **values)
+from tests.stages.training_jobs import config, job, losses, once_seen, two_processes
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return tiny.dataset(tmp_path_factory.mktemp("data"))[0]
-
-
-def losses(work: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in tiny.lines(work / "metrics.jsonl") if "loss" in line}
 
 
 def test_two_executions_give_the_same_bytes_and_the_loss_falls(make_context, data):
@@ -49,52 +30,6 @@ def test_two_executions_give_the_same_bytes_and_the_loss_falls(make_context, dat
     curve = losses(ctx.work)
     assert list(curve) == list(range(1, 13))
     assert curve[12] < curve[1] - 0.5
-
-
-def _rank(rank: int, job: Job, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from stages.training.loop import run
-
-    run(job)
-
-
-def two_processes(job: Job) -> None:
-    """The loop under a plain launcher: what torchrun gives, without Ray."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.start_processes(_rank, args=(job, port), nprocs=2, start_method="spawn")
-
-
-def job(cfg: TrainConfig, data, work: Path, seed: int = 0) -> Job:
-    recipe = Recipe(**{name: getattr(cfg, name) for name in Recipe.__dataclass_fields__})
-    return Job(
-        recipe=recipe,
-        model=cfg.model,
-        base=None,
-        dataset=data.local(),
-        work=work,
-        seed=seed,
-        golden_prompts=tuple(cfg.golden_prompts),
-        micro_batch_rows=cfg.resources.micro_batch_rows,
-        checkpoint_every=cfg.resources.checkpoint_every,
-        threads=cfg.resources.threads_per_worker,
-    )
-
-
-def once_seen(work: Path, step: int, then: Callable[[], None]) -> threading.Thread:
-    """Calls `then` from a thread when `metrics.jsonl` has come to `step`."""
-
-    def watch() -> None:
-        follower, deadline = Follower(work / "metrics.jsonl"), time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if any(line.get("step", 0) >= step for line in follower.poll()):
-                return then()
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
 
 
 @pytest.mark.ray

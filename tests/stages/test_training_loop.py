@@ -1,0 +1,196 @@
+"""The loop as a function: how the loss is normalised, ranks, resume, steps that are not finite."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from stages.contract import StageError
+from stages.text.packed import PackedSplit
+from stages.training.checkpoints import STATE
+from stages.training.config import ModelConfig
+from stages.training.loop import Training, run
+from stages.training.world import World
+from tests.stages import tiny_dataset as tiny
+from tests.stages.training_jobs import SHAPE, config, job, losses, two_processes
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny.dataset(tmp_path_factory.mktemp("data"))[0]
+
+
+def alone_gradients(model, split: PackedSplit, rows) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of one mean over all predicted tokens, each document by itself and unpacked."""
+    model.zero_grad()
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        starts = [*split.document_starts[row].tolist(), split.input_ids.shape[1]]
+        for first, last in pairwise(starts):
+            ids = torch.tensor(split.input_ids[row, first:last].astype(np.int64))
+            labels = torch.tensor(split.labels[row, first:last].astype(np.int64))
+            logits = model(input_ids=ids[None]).logits[0]
+            total = total + torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
+            count += int((labels[1:] != -100).sum())
+    (total / count).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return total.item() / count, gradients
+
+
+@pytest.mark.parametrize("micro_batch_rows", [1, 3, 8])
+def test_accumulated_gradients_equal_one_mean_over_unpacked_documents(data, tmp_path, micro_batch_rows):
+    cfg = config(resources={"micro_batch_rows": micro_batch_rows})
+    training = Training(job(cfg, data, tmp_path), World(0, 1), lambda: None)
+    training.resume()
+    rows = np.arange(8)
+    supervised = training.supervised[rows]
+    assert len(set(supervised.tolist())) > 1, "the rows must be uneven for this to prove anything"
+    loss, wanted = alone_gradients(training.model, training.split, rows)
+    total = training._backward(rows, int(supervised.sum()))
+    assert total / supervised.sum() == pytest.approx(loss, abs=1e-6)
+    difference = max(float((p.grad - w).abs().max()) for p, w in zip(training.model.parameters(), wanted, strict=True))
+    assert difference < 1e-6
+
+
+def test_two_ranks_train_what_one_process_trains(data, tmp_path):
+    rows = len(PackedSplit.read(data.local(), "train"))
+    uneven = config(tokens_per_step=7 * tiny.LENGTH)  # 7 rows: one rank has 4, the other 3
+    starved = config(max_steps=None, epochs=(6 + 1) / rows)  # one row in the last step: one rank has none
+    two_processes(job(uneven, data, tmp_path / "uneven-2"), job(starved, data, tmp_path / "starved-2"))
+    for name, cfg, steps in (("uneven", uneven, 12), ("starved", starved, 2)):
+        run(job(cfg, data, tmp_path / f"{name}-1"))
+        two, one = losses(tmp_path / f"{name}-2"), losses(tmp_path / f"{name}-1")
+        assert list(two) == list(one) == list(range(1, steps + 1))
+        assert max(abs(two[step] - one[step]) for step in one) < 1e-5
+        ends = [tiny.lines(tmp_path / f"{name}-{size}" / "metrics.jsonl")[-1] for size in (1, 2)]
+        assert ends[0]["validation_loss"] == pytest.approx(ends[1]["validation_loss"], abs=1e-5)
+        assert ends[0]["tokens"] == ends[1]["tokens"]
+
+
+class Killed(Exception):
+    """What ends a run in the middle."""
+
+
+def run_until(given, step: int) -> None:
+    def stop() -> None:
+        if tiny.lines(given.work / "metrics.jsonl")[-1].get("step") == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(given, stop)
+
+
+def curve(work) -> dict[int, tuple[float, ...]]:
+    """step -> what must not change by a bit; a step done twice must be equal both times."""
+    seen: dict[int, tuple[float, ...]] = {}
+    for line in tiny.lines(work / "metrics.jsonl"):
+        if "step" in line:
+            values = tuple(
+                line.get(name) for name in ("loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+            )
+            assert seen.setdefault(line["step"], values) == values
+    return seen
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    work = tmp_path_factory.mktemp("undisturbed")
+    run(job(config(), data, work))
+    return work
+
+
+@pytest.mark.parametrize("step", [1, 6, 7, 12])
+def test_a_run_that_was_cut_off_goes_on_bitwise(data, undisturbed, tmp_path, step):
+    given = job(config(), data, tmp_path)
+    run_until(given, step)
+    run(given)
+    assert curve(tmp_path) == curve(undisturbed)
+    assert tiny.tree(tmp_path / "export") == tiny.tree(undisturbed / "export")
+
+
+def halve(checkpoint):
+    content = (checkpoint / STATE).read_bytes()
+    (checkpoint / STATE).write_bytes(content[: len(content) // 2])
+
+
+def flip(checkpoint):
+    content = bytearray((checkpoint / STATE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / STATE).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        halve,
+        flip,
+        lambda checkpoint: (checkpoint / STATE).write_bytes(b""),
+        lambda checkpoint: (checkpoint / "complete.json").unlink(),
+        lambda checkpoint: (checkpoint / "complete.json").write_text("{"),
+    ],
+    ids=["cut to half", "one bit", "empty", "no marker", "half a marker"],
+)
+def test_a_broken_newest_checkpoint_is_passed_over_and_named(data, undisturbed, tmp_path, spoil):
+    given = job(config(), data, tmp_path)
+    run_until(given, 10)
+    assert sorted(c.name for c in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    spoil(tmp_path / "checkpoints" / "step-00000008")
+    run(given)
+    events = [line["event"] for line in tiny.lines(tmp_path / "metrics.jsonl") if "event" in line]
+    assert "step-00000008" in events[0] and "continuing from step-00000004" in events[0]
+    assert events[1] == "resumed from step 4"
+    assert curve(tmp_path) == curve(undisturbed)
+    assert tiny.tree(tmp_path / "export") == tiny.tree(undisturbed / "export")
+
+
+def test_no_more_than_two_checkpoints_stay(undisturbed):
+    assert sorted(c.name for c in (undisturbed / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+
+
+def test_another_seed_trains_another_model(data, undisturbed, tmp_path):
+    run(job(config(), data, tmp_path, seed=1))
+    weights = "export/model.safetensors"
+    assert (tmp_path / weights).read_bytes() != (undisturbed / weights).read_bytes()
+
+
+def test_steps_that_are_not_finite_stop_training_with_the_numbers(data, tmp_path):
+    cfg = config(learning_rate=1e30, warmup_ratio=0.0, max_skipped_steps=2)
+    with pytest.raises(StageError, match=r"3 steps were not finite.*max_skipped_steps is 2; lower learning_rate"):
+        run(job(cfg, data, tmp_path))
+    lines = tiny.lines(tmp_path / "metrics.jsonl")
+    assert lines[-1]["skipped"] == 3
+    assert "NaN" not in json.dumps(lines)
+
+
+def test_a_step_without_a_supervised_token_is_skipped(data, tmp_path):
+    training = Training(job(config(), data, tmp_path), World(0, 1), lambda: None)
+    training.resume()
+    training.supervised[:] = 0
+    training.split = replace(training.split, labels=np.full_like(training.split.labels, -100))
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.step(0)
+    assert training.skipped == 1
+    assert all(torch.equal(p, b) for p, b in zip(training.model.parameters(), before, strict=True))
+
+
+def test_validation_loss_does_not_depend_on_the_batch(data, tmp_path):
+    values = []
+    for size in (1, 5, 64):
+        cfg = config(resources={"micro_batch_rows": size})
+        training = Training(job(cfg, data, tmp_path / str(size)), World(0, 1), lambda: None)
+        training.resume()
+        values.append(training.validate())
+    assert max(values) - min(values) < 1e-6
+    wanted, _ = alone_gradients(training.model, training.validation, range(len(training.validation)))
+    assert values[0] == pytest.approx(wanted, abs=1e-6)
+    assert values[0] == pytest.approx(np.log(257), abs=0.1), "random weights know nothing"
+
+
+def test_sequences_longer_than_the_model_takes_are_refused(data, tmp_path):
+    cfg = config(model=ModelConfig(**SHAPE, max_position_embeddings=32))
+    with pytest.raises(StageError, match="sequences are 64 tokens long, the model takes 32"):
+        run(job(cfg, data, tmp_path))

@@ -1,0 +1,143 @@
+"""Plain numbers of training: the schedule, the sampler, the lengths, the parameter groups, the isolation of documents."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from stages.contract import StageError
+from stages.training import model
+from stages.training.config import ModelConfig, Recipe
+from stages.training.optimizer import adamw, learning_rate
+from stages.training.sampler import RowSampler
+from tests.stages.training_jobs import SHAPE
+
+
+def rates(steps: int, **given) -> list[float]:
+    values = {"peak": 1.0, "minimum_ratio": 0.1, "warmup_ratio": 0.1} | given
+    return [learning_rate(step, steps, **values) for step in range(steps)]
+
+
+def test_the_schedule_rises_to_its_peak_and_ends_at_its_minimum():
+    values = rates(100)
+    assert values[0] == pytest.approx(0.1)
+    assert values[4] == pytest.approx(0.5)
+    assert values[9] == 1.0
+    assert max(values) == values[9]
+    assert values[54] == pytest.approx(0.55)  # half way from the peak at 9 to the end at 99
+    assert values[99] == pytest.approx(0.1)
+    assert all(b < a for a, b in pairwise(values[9:]))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_schedule_of_the_shortest_runs_stays_within_its_bounds(steps):
+    for warmup in (0.0, 0.5, 1.0):
+        assert all(0 < value <= 1.0 for value in rates(steps, warmup_ratio=warmup))
+
+
+def test_without_warm_up_the_first_step_is_the_peak():
+    assert rates(10, warmup_ratio=0.0)[0] == 1.0
+
+
+def test_each_row_comes_once_per_epoch_in_an_order_of_seed_and_epoch_alone():
+    sampler = RowSampler(rows=23, rows_per_step=5, total_rows=23 * 3, seed=7)
+    stream = np.concatenate([sampler.step(step) for step in range(sampler.steps)])
+    epochs = stream.reshape(3, 23)
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+    other_batch = RowSampler(rows=23, rows_per_step=8, total_rows=23 * 3, seed=7)
+    assert np.array_equal(stream, np.concatenate([other_batch.step(s) for s in range(other_batch.steps)]))
+    assert not np.array_equal(stream, np.concatenate([RowSampler(23, 5, 69, 8).step(s) for s in range(14)]))
+    assert sampler.state(5) == {"seed": 7, "epoch": 1, "cursor": 2}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_ranks_share_a_step_without_gap_or_double(world):
+    sampler = RowSampler(rows=23, rows_per_step=7, total_rows=23, seed=0)
+    taken = [row for step in range(sampler.steps) for rank in range(world) for row in sampler.step(step)[rank::world]]
+    assert sorted(taken) == list(range(23))
+
+
+def test_lengths_are_whole_steps():
+    def total(**length) -> int:
+        return Recipe(tokens_per_step=1024, **length).total_rows(rows=37, sequence_length=128)
+
+    assert total(max_steps=3) == 24
+    assert total(max_tokens=1024 * 3 + 1) == 32
+    assert total(epochs=2) == 74
+    assert total(epochs=0.5) == 18
+    assert RowSampler(rows=37, rows_per_step=8, total_rows=total(epochs=2), seed=0).steps == 10
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "exactly one of max_steps, max_tokens, epochs, got none"),
+        ({"max_steps": 1, "epochs": 1.0}, "exactly one"),
+        ({"max_steps": 0}, "max_steps must be above 0, got 0"),
+        ({"max_steps": 1, "learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"max_steps": 1, "warmup_ratio": 1.5}, "warmup_ratio must be from 0 to 1, got 1.5"),
+        ({"max_steps": 1, "adam_beta2": 1.0}, "adam_beta2 must be from 0 to below 1"),
+        ({"max_steps": 1, "max_skipped_steps": -1}, "max_skipped_steps must be 0 or more"),
+        ({"max_steps": 1, "tokens_per_step": 0}, "tokens_per_step must be at least 1"),
+    ],
+)
+def test_impossible_recipes_name_the_field(values, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 30, "num_attention_heads": 4}, "hidden_size must be a multiple of 2"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads must divide"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+    ],
+)
+def test_impossible_shapes_name_the_field(values, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**SHAPE | values)
+
+
+def small(**values):
+    return model.build(ModelConfig(**SHAPE | values), vocab_size=257, eos_token_id=0, seed=0)
+
+
+def test_norms_and_embeddings_have_no_weight_decay():
+    made = small(tie_word_embeddings=False)
+    decayed, kept = adamw(made, 0.1, (0.9, 0.95)).param_groups
+    names = {id(p): n for n, p in made.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert sorted(names[id(p)] for p in kept["params"]) == sorted(
+        n for n in names.values() if "norm" in n or "embed" in n
+    )
+    assert "lm_head.weight" in {names[id(p)] for p in decayed["params"]}
+
+
+def test_a_model_depends_on_shape_and_seed_and_is_float32():
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        first = small().state_dict()
+    second = small().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {tensor.dtype for tensor in first.values()} == {torch.float32}
+
+
+def test_packed_documents_are_isolated_in_the_real_class():
+    found = model.leak(small(), 257)
+    assert found < 1e-5, found
+    model.require_isolation(small(), 257)
+
+
+def test_a_model_that_lets_packed_documents_see_each_other_is_refused():
+    class Leaky(transformers.LlamaForCausalLM):
+        def forward(self, *, use_cache=None, **kwargs):
+            return super().forward(use_cache=True, **kwargs)  # the library's default: it leaks
+
+    leaky = Leaky(small().config)
+    assert model.leak(leaky, 257) > 1e-3
+    with pytest.raises(StageError, match="packed documents see each other"):
+        model.require_isolation(leaky, 257)
