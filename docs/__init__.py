@@ -1,0 +1,1 @@
+"""Documentation, and the generator of its reference page."""
