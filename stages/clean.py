@@ -95,7 +95,7 @@ def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     left = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
     held = splits["validation"]["rows"]
     ctx.headline(f"{total['rows']:,} of {counts['in']['rows']:,} rows, {held:,} of them validation; dropped: {left}")
-    Corpus.write(ctx.output, {"waterfall": _waterfall(counts), "splits": splits, **total})
+    Corpus.write(ctx.output, {"waterfall": _waterfall(counts), **total, **splits})
     return Corpus(uri=ctx.output.resolve().as_uri())
 
 

@@ -80,7 +80,7 @@ def test_one_digest_for_1_3_and_7_blocks_and_for_any_shards_that_the_rows_came_i
             steps["in"][unit] - sum(s[unit] for n, s in steps.items() if n not in ("in", "out")) == steps["out"][unit]
         )
     assert steps["in"]["characters"] == sum(len(text) for _, _, text in many)
-    splits = corpus.summary()["splits"]
+    splits = corpus.summary()
     for name in ("train", "validation"):
         texts = [text for _, _, text in documents(corpus.local(), name)]
         assert splits[name] == {
