@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stages.artifacts import Checkpoint, Corpus, EvalReport, TokenDataset
-from stages.contract import Context, ResourcesUnavailable, StageConfig, StageError, stage
+from stages.contract import Context, StageConfig, StageError, stage
+from stages.training.preflight import require_cpus
 
 
 @dataclass(kw_only=True)
@@ -22,8 +23,6 @@ class EvaluateResources:
     """Threads of its tensor operations."""
     batch_rows: int = 16
     """Packed rows in one forward pass."""
-    start_timeout_s: int = 60
-    """Seconds that the task may wait for its CPUs."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -102,12 +101,14 @@ def _measure(
 ) -> dict[str, Any]:
     import ray
 
-    cluster = ray.cluster_resources().get("CPU", 0.0)
-    if cfg.resources.cpus > cluster:
-        raise ResourcesUnavailable(
-            f"needs {cfg.resources.cpus:g} CPU, cluster has {cluster:g}: "
-            f"set stages.evaluate.resources.cpus <= {cluster:g}"
-        )
+    field_name = "stages.evaluate.resources.cpus"
+    require_cpus(
+        workers=1,
+        cpus=cfg.resources.cpus,
+        nodes=ray.nodes(),
+        free=lambda: ray.available_resources().get("CPU", 0.0),
+        fields=(field_name, field_name),
+    )
     arguments = {
         "checkpoint": checkpoint.local(),
         "base": base.local() if base else None,

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts import Checkpoint, TokenDataset
-from stages.contract import Context, ResourcesUnavailable, StageError, stage
+from stages.contract import Context, StageError, stage
 from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, Recipe
 from stages.training.follow import METRICS, Follower
+from stages.training.preflight import require_cpus
 
 REFUSED, TRACES = "refused.txt", "traces"
 POLL_S = 0.25
@@ -175,7 +176,13 @@ class Report:
 def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:
     import ray
 
-    _require_cpus(resources)
+    require_cpus(
+        workers=resources.workers,
+        cpus=resources.cpus_per_worker,
+        nodes=ray.nodes(),
+        free=lambda: ray.available_resources().get("CPU", 0.0),
+        fields=("stages.train.resources.workers", "stages.train.resources.cpus_per_worker"),
+    )
     shutil.rmtree(job.work / TRACES, ignore_errors=True)
     ctx.progress(0.0, f"starting {resources.workers} workers")
     fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_fit)
@@ -204,33 +211,6 @@ def _take_down(outcome: Any) -> None:
         ray.cancel(outcome, force=force, recursive=False)
         if ray.wait([outcome], timeout=10)[0]:
             return
-
-
-def _require_cpus(resources: TrainResources) -> None:
-    """ResourcesUnavailable within seconds for what this cluster can never give: Ray would ask again for ever."""
-    import ray
-
-    wanted = resources.workers * resources.cpus_per_worker
-    largest = max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
-    cluster = ray.cluster_resources().get("CPU", 0.0)
-    if resources.cpus_per_worker > largest:
-        raise ResourcesUnavailable(
-            f"needs {resources.cpus_per_worker:g} CPU on one node, the largest has {largest:g}: "
-            f"set stages.train.resources.cpus_per_worker <= {largest:g}"
-        )
-    if wanted > cluster:
-        raise ResourcesUnavailable(
-            f"needs {wanted:g} CPU, cluster has {cluster:g}: "
-            f"set stages.train.resources.workers <= {int(cluster // resources.cpus_per_worker)}"
-        )
-    deadline = time.monotonic() + 5  # what an earlier stage has just given back takes a moment to be counted
-    while (free := ray.available_resources().get("CPU", 0.0)) < wanted:
-        if time.monotonic() > deadline:
-            raise ResourcesUnavailable(
-                f"needs {wanted:g} CPU, cluster has {cluster:g} of which {free:g} are free: set "
-                f"stages.train.resources.workers <= {int(free // resources.cpus_per_worker)}, or stop what holds the rest"
-            )
-        time.sleep(0.2)
 
 
 def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
@@ -329,8 +309,7 @@ def _require_same_tokenizer(dataset: TokenDataset, base: Checkpoint | None) -> N
 def _log_datasets(ctx: Context, dataset: TokenDataset) -> None:
     summary = dataset.summary()
     for split, purpose in (("train", "training"), ("validation", "validation")):
-        facts = summary.get(split) or summary.get("splits", {}).get(split, {})
-        profile = {k: float(v) for k, v in facts.items() if isinstance(v, int | float)}
+        profile = {name: float(number) for name, number in summary[split].items()}
         ctx.tracker.log_dataset(split, dataset, purpose, profile)
 
 

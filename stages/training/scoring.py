@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import transformers
 
+from stages.artifacts import TokenDataset
 from stages.contract import StageError
 from stages.text.corpus import TRAIN, VALIDATION, documents
 from stages.text.packed import PackedSplit
@@ -47,7 +48,7 @@ class Yardstick:
     tokens: int
     """Predicted tokens of the validation split."""
     uncharged: int
-    """Tokens that carry text and are never predicted: the first of each packed piece. Charged log2(vocabulary) bits."""
+    """Tokens of text that are never predicted: the first of each packed piece. Charged log2(vocabulary) bits."""
     vocab_size: int
     text_bytes: int
     """UTF-8 bytes of all validation documents."""
@@ -118,18 +119,8 @@ def _yardstick(question: Question, validation: PackedSplit, vocab_size: int) -> 
             f"the validation split has {tokens} predicted tokens and {text_bytes} bytes of text, so nothing can be "
             "measured: give more rows or a larger validation share to the clean stage"
         )
-    return Yardstick(tokens, uncharged_tokens(validation), vocab_size, text_bytes)
-
-
-def uncharged_tokens(split: PackedSplit) -> int:
-    """First tokens of packed pieces whose second token is predicted: text that no context explains. Pieces that begin
-    with a prompt or are padding carry no loss at their second token."""
-    count = 0
-    for row, starts in enumerate(split.document_starts):
-        seconds = starts[starts + 1 < split.labels.shape[1]] + 1
-        seconds = seconds[~np.isin(seconds, starts)]
-        count += int((split.labels[row, seconds] >= 0).sum())
-    return count
+    facts = TokenDataset(uri=question.dataset.resolve().as_uri()).summary()[VALIDATION]
+    return Yardstick(tokens, facts["first_tokens"], vocab_size, text_bytes)
 
 
 def _samples(question: Question, trained: Any, before: Any | None) -> list[dict[str, str]]:

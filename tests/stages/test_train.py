@@ -151,6 +151,22 @@ def test_the_tracker_and_the_console_get_each_step_once_with_its_numbers(make_co
 
 
 @pytest.mark.ray
+def test_two_ray_workers_train_what_one_process_trains(make_context, data, ray_session):
+    ctx, alone = make_context("train"), make_context("alone")
+    train(config(launcher=Launcher.ray, max_steps=6), ctx, data).check()
+    train(config(max_steps=6), alone, data)
+    with_ray, inline = losses(ctx.work), losses(alone.work)
+    assert list(with_ray) == list(inline) == list(range(1, 7))
+    assert max(abs(with_ray[step] - inline[step]) for step in inline) < 1e-5
+    assert [step for name, _, step in ctx.tracker.metrics if name == "loss"] == list(range(1, 7))
+    environment = json.loads(ctx.tracker.texts["environment.json"])
+    assert [(w["rank"], w["world_size"], w["torch_threads"]) for w in environment] == [(0, 2, 1), (1, 2, 1)]
+    assert all(w["variables"]["OMP_NUM_THREADS"] == "1" for w in environment)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.faults
 def test_a_killed_worker_changes_no_bit_of_losses_and_weights(make_context, data, ray_session, tmp_path):
     seed = int(time.time())
     step = random.Random(seed).randint(2, 45)
@@ -173,9 +189,6 @@ def test_a_killed_worker_changes_no_bit_of_losses_and_weights(make_context, data
             assert (line["loss"], line["grad_norm"], line["learning_rate"]) == wanted[line["step"]]
     assert [step for name, _, step in ctx.tracker.metrics if name == "loss"] == list(range(1, 51))
     assert tiny.tree(ctx.output) == tiny.tree(tmp_path / "plain" / "export")
-    (environment,) = [json.loads(t) for p, t in ctx.tracker.texts.items() if p == "environment.json"]
-    assert [(w["rank"], w["world_size"], w["torch_threads"]) for w in environment] == [(0, 2, 1), (1, 2, 1)]
-    assert all(w["variables"]["OMP_NUM_THREADS"] == "1" for w in environment)
 
 
 def living_actors() -> list[str]:
@@ -241,6 +254,7 @@ def test_an_error_in_a_worker_stops_at_once_with_its_last_line_and_the_place_of_
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.faults
 def test_a_worker_that_keeps_dying_ends_the_stage(make_context, data, ray_session):
     ctx = make_context("train")
     rank_1 = ctx.work / "workers" / "rank-1.json"

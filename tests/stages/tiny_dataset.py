@@ -3,6 +3,7 @@ the tests of training must not depend on the stages that usually make their inpu
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -47,7 +48,7 @@ def dataset(root: Path, *, rows: int = 24, prompts: bool = False) -> tuple[Token
     made = tokenizer(root / "dataset" / "tokenizer")
     eos = made.token_to_id(EOS)
     columns: dict[str, list[str]] = {name: [] for name in ("id", "source", "prompt", "text", "split")}
-    summary: dict[str, object] = {"sequence_length": LENGTH, "vocab_size": made.get_vocab_size(), "eos_token_id": eos}
+    summary: dict[str, Any] = {"sequence_length": LENGTH, "vocab_size": made.get_vocab_size(), "eos_token_id": eos}
     for split, count, seed in (("train", rows * 3, 1), ("validation", 18, 2)):
         documents = []
         for index, text in enumerate(texts(count, seed)):
@@ -55,7 +56,8 @@ def dataset(root: Path, *, rows: int = 24, prompts: bool = False) -> tuple[Token
             for name, value in zip(columns, (f"{split}-{index:04d}", "tiny", prompt, text, split), strict=True):
                 columns[name].append(value)
             documents.append((made.encode(prompt).ids if prompt else [], [*made.encode(text).ids, eos]))
-        summary[split] = _write(root / "dataset" / split, _pack(documents, eos), documents)
+        summary[split] = _write(root / "dataset" / split, _pack(documents, eos))
+        summary[split] |= {"documents": count, "first_tokens": _first_tokens(documents)}
     order = sorted(range(len(columns["id"])), key=lambda i: columns["id"][i])
     (root / "corpus" / "rows").mkdir(parents=True)
     table = pyarrow.table({name: [values[i] for i in order] for name, values in columns.items()})
@@ -87,15 +89,20 @@ def _pack(documents: list[tuple[list[int], list[int]]], eos: int) -> list[tuple[
     return rows
 
 
-def _write(
-    directory: Path, rows: list[tuple[list[int], list[int], list[int]]], documents: list[object]
-) -> dict[str, int]:
+def _first_tokens(documents: list[tuple[list[int], list[int]]]) -> int:
+    """Tokens of text that begin a piece and have others behind them."""
+    cuts = [
+        (len(prompt), first, len(prompt) + len(text)) for prompt, text in documents for first in range(0, 999, LENGTH)
+    ]
+    return sum(first >= prompt and first + 1 < end for prompt, first, end in cuts)
+
+
+def _write(directory: Path, rows: list[tuple[list[int], list[int], list[int]]]) -> dict[str, int]:
     directory.mkdir(parents=True)
     names = ("input_ids", "labels", "document_starts")
     table = pyarrow.table({n: pyarrow.array(c, LIST) for n, c in zip(names, zip(*rows, strict=True), strict=True)})
     pyarrow.parquet.write_table(table, directory / "part-00000.parquet")
-    supervised = sum(label != -100 for _, labels, _ in rows for label in labels)
-    return {"rows": len(rows), "documents": len(documents), "supervised_tokens": supervised}
+    return {"rows": len(rows), "supervised_tokens": sum(label != -100 for _, labels, _ in rows for label in labels)}
 
 
 def tree(directory: Path) -> dict[str, bytes]:

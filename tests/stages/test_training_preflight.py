@@ -1,0 +1,43 @@
+"""What a cluster can never give is said in one sentence that names the field."""
+
+import time
+
+import pytest
+
+from stages.contract import ResourcesUnavailable
+from stages.training.preflight import require_cpus
+
+
+def nodes(*cpus: float) -> list[dict]:
+    alive = [{"Alive": True, "Resources": {"CPU": count} if count else {}} for count in cpus]
+    return [*alive, {"Alive": False, "Resources": {"CPU": 64.0}}]
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "given", "free", "message"),
+    [
+        (8, 1.0, (2.0,), 2.0, "needs 8 CPU, cluster has 2: set workers <= 2"),
+        (2, 4.0, (2.0,), 2.0, "needs 4 CPU, cluster has 2: set cpus <= 2"),
+        (3, 3.0, (4.0, 4.0), 8.0, "needs 9 CPU, cluster has 8: set workers <= 2"),
+        (1, 8.0, (4.0, 4.0), 8.0, "needs 8 CPU, its largest node has 4: set cpus <= 4"),
+        (1, 1.0, (0.0,), 0.0, "needs 1 CPU, cluster has 0: set cpus <= 0"),
+        (
+            2,
+            1.0,
+            (4.0,),
+            1.0,
+            "needs 2 CPU, cluster has 4 of which 1 are free: stop what holds the others, or set workers <= 1",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_seconds(workers, cpus, given, free, message):
+    start = time.monotonic()
+    with pytest.raises(ResourcesUnavailable) as error:
+        require_cpus(workers=workers, cpus=cpus, nodes=nodes(*given), free=lambda: free, fields=("workers", "cpus"))
+    assert str(error.value) == message
+    assert time.monotonic() - start < 8
+
+
+def test_what_is_given_back_meanwhile_is_waited_for():
+    counts = iter([0.0, 1.0, 2.0])
+    require_cpus(workers=2, cpus=1.0, nodes=nodes(4.0), free=lambda: next(counts), fields=("workers", "cpus"))
