@@ -39,7 +39,7 @@ def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
         hold(state)
         try:
             address = _head_address(cfg, state)
-            _authenticate(state)
+            _go_private(state)
             _init(address=address)
             yield
         finally:
@@ -47,7 +47,7 @@ def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
             release(state)
     elif cfg.mode is ClusterMode.ephemeral:
         state.mkdir(parents=True, exist_ok=True)
-        _authenticate(state)
+        _go_private(state)
         try:
             _start_here(cfg, state)
             yield
@@ -89,6 +89,7 @@ def quiet() -> None:
     """No telemetry, no progress bars of the library's own; set before ray is imported, inherited by its workers."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["RAY_enable_metrics_collection"] = "0"  # its HTTP port would listen on all interfaces
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -208,7 +209,7 @@ def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **_auth_environment(state)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **_private_environment(state)},
         )
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -240,13 +241,19 @@ def token(state: Path) -> Path:
     return path
 
 
-def _auth_environment(state: Path) -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token(state))}
+def _private_environment(state: Path) -> dict[str, str]:
+    """A token for every call, and no port outside this machine: without the switch that Ray has for single-node systems
+    it replaces 127.0.0.1 by the host's address, and about 25 ports listen on all interfaces."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token(state)),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
 
 
-def _authenticate(state: Path) -> None:
+def _go_private(state: Path) -> None:
     os.environ.pop("RAY_ADDRESS", None)  # a cluster is joined only when the config names it
-    os.environ.update(_auth_environment(state))
+    os.environ.update(_private_environment(state))
 
 
 def _init(**arguments: Any) -> None:

@@ -274,7 +274,7 @@ def _join(where: str, key: str) -> str:
 def _explain(error: Exception, overrides: list[str]) -> str:
     """One message from Hydra's and OmegaConf's: field, what was found, what was wanted, the form that works."""
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, ValidationError
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, ValidationError
 
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, OverrideParseException | MissingConfigException):
@@ -288,7 +288,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         )
     first = str(cause).strip().split("\n")[0]
     full_key = str(getattr(cause, "full_key", "") or "")
-    if isinstance(cause, ConfigKeyError):
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         parent = getattr(cause, "object_type", None)
         key = str(getattr(cause, "key", full_key))
         known = [f.name for f in dataclasses.fields(parent)] if dataclasses.is_dataclass(parent) else []

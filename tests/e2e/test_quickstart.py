@@ -1,0 +1,208 @@
+"""The whole life at reduced size through the command line that people type: real Ray, real MLflow, real HTTP."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import openai
+import psutil
+import pytest
+
+from pipelines.config import ROOT
+
+SMALL = [
+    "run.limit=400",
+    "stages.train.max_steps=30",
+    "stages.train.warmup_steps=3",
+    "stages.tokenize.vocab_size=512",
+    "stages.gate.rules.max_bits_per_byte=8.0",
+    "stages.deploy.port=18411",
+]
+
+pytestmark = pytest.mark.ray
+
+
+@dataclass
+class Project:
+    """A state root of its own: nothing it does meets another clone or what this machine serves."""
+
+    state: Path
+
+    def cli(self, command: str, *overrides: str, check: int | None = 0, env: dict[str, str] | None = None) -> str:
+        run = subprocess.run(
+            [sys.executable, "-m", "pipelines", command, f"state={self.state}", *overrides],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, **(env or {})},
+        )
+        if check is not None:
+            assert run.returncode == check, f"exit {run.returncode}\n{run.stdout}\n{run.stderr}"
+        return run.stdout + run.stderr
+
+    @property
+    def client(self) -> mlflow.MlflowClient:
+        return mlflow.MlflowClient(f"sqlite:///{self.state / 'mlflow' / 'mlflow.db'}")
+
+    @property
+    def endpoint(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads((self.state / "endpoint.json").read_text())
+        return found
+
+    def ready(self) -> dict[str, str]:
+        base = self.endpoint["base_url"].removesuffix("/v1")
+        with urllib.request.urlopen(f"{base}/ready", timeout=5) as answer:
+            loaded: dict[str, str] = json.load(answer)
+            return loaded
+
+    def runs(self, experiment: str) -> list[mlflow.entities.Run]:
+        found = self.client.get_experiment_by_name(experiment)
+        return list(self.client.search_runs([found.experiment_id])) if found else []
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    project = Project(tmp_path_factory.mktemp("project") / "state")
+    try:
+        yield project
+    finally:
+        project.cli("down", check=None)
+
+
+@pytest.fixture(scope="module")
+def quickstart(project: Project) -> str:
+    """What the first run printed."""
+    return project.cli("run", *SMALL)
+
+
+def test_the_endpoint_serves_the_registered_model(project: Project, quickstart: str) -> None:
+    version = project.client.get_model_version_by_alias("quickstart", "champion")
+    assert version.version == "1"
+    ready = project.ready()
+    assert ready["digest"] == version.tags["digest"] and str(ready["version"]) == "1"
+    assert project.endpoint["base_url"] in quickstart and "make ask" in quickstart
+
+
+def test_a_real_client_gets_the_same_text_streamed_and_whole(project: Project, quickstart: str) -> None:
+    client = openai.OpenAI(base_url=_v1(project), api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+    whole = client.completions.create(model=model, prompt="os.path.join(", max_tokens=12, temperature=0)
+    pieces = client.completions.create(model=model, prompt="os.path.join(", max_tokens=12, temperature=0, stream=True)
+    assert "".join(p.choices[0].text for p in pieces if p.choices) == whole.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
+
+
+def test_ask_prints_the_answer(project: Project, quickstart: str) -> None:
+    answer = project.cli("ask", env={"TEXT": "os.path.join("})
+    assert answer.startswith("os.path.join(") and len(answer.strip()) > len("os.path.join(")
+
+
+def test_a_second_run_reuses_everything_starts_no_ray_and_writes_no_mlflow_run(project: Project, quickstart: str) -> None:
+    head, before = _head(project), len(project.runs("quickstart"))
+    printed = project.cli("run", *SMALL)
+    assert "0 of 9 stages to run" in printed
+    assert _head(project) == head and len(project.runs("quickstart")) == before
+
+
+def test_a_changed_learning_rate_reruns_train_and_what_depends_on_it_and_nothing_else(project: Project, quickstart: str) -> None:
+    planned = project.cli("plan", *SMALL, "stages.train.learning_rate=0.001")
+    actions = {line.split()[0]: line.split()[1] for line in planned.splitlines() if len(line.split()) > 2}
+    assert [actions[s] for s in ("ingest", "clean", "tokenize", "train")] == ["reuse", "reuse", "reuse", "run"]
+    assert {actions[s] for s in ("evaluate", "gate", "register", "deploy", "probe")} == {"unknown"}
+    assert "config.learning_rate" in project.cli("why", *SMALL, "stages.train.learning_rate=0.001")
+
+
+def test_the_reviewer_finds_verdict_metrics_samples_data_and_endpoint(project: Project, quickstart: str) -> None:
+    parent = next(r for r in project.runs("quickstart") if "mlflow.parentRunId" not in r.data.tags)
+    note = parent.data.tags["mlflow.note.content"]
+    for wanted in ("PASSED", "bits per byte", "unigram", "lzma", "Samples", "Data", project.endpoint["base_url"], "make run"):
+        assert wanted in note, wanted
+    children = {r.data.tags["mlflow.runName"]: r for r in project.runs("quickstart") if "mlflow.parentRunId" in r.data.tags}
+    assert set(children) == {"ingest", "clean", "tokenize", "train", "evaluate", "gate", "register", "deploy", "probe"}
+    assert {r.info.status for r in children.values()} == {"FINISHED"}
+    history = project.client.get_metric_history(children["train"].info.run_id, "loss")
+    assert sorted(m.step for m in history) == list(range(1, 31))
+    assert children["train"].inputs.dataset_inputs
+
+
+def test_the_registered_version_loads_in_a_clean_process_with_equal_logits(project: Project, quickstart: str) -> None:
+    script = (
+        "import sys, json, mlflow, torch; from pathlib import Path\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "mlflow.set_tracking_uri(sys.argv[1]); mlflow.set_registry_uri(sys.argv[1])\n"
+        "d = mlflow.artifacts.download_artifacts('models:/quickstart@champion')\n"
+        "m = AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32); t = AutoTokenizer.from_pretrained(d)\n"
+        "ids = torch.tensor([t('os.path')['input_ids']])\n"
+        "print(json.dumps(m(ids).logits[0, -1].tolist()))"
+    )
+    uri = f"sqlite:///{project.state / 'mlflow' / 'mlflow.db'}"
+    printed = [
+        subprocess.run([sys.executable, "-c", script, uri], capture_output=True, text=True, check=True, timeout=120)
+        for _ in range(1)
+    ][0].stdout
+    from_registry = json.loads(printed.strip().splitlines()[-1])
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    digest = project.client.get_model_version_by_alias("quickstart", "champion").tags["digest"]
+    directory = project.state / "store" / "objects" / digest
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(directory)("os.path")["input_ids"]])
+    assert from_registry == model(ids).logits[0, -1].tolist()
+
+
+def test_a_refused_gate_registers_and_deploys_nothing_and_what_served_still_serves(project: Project, quickstart: str) -> None:
+    before = project.ready()
+    printed = project.cli("run", *SMALL, "stages.gate.rules.max_bits_per_byte=0.1", check=3)
+    assert "raykeel exited with code 3" in printed and "0.1" in printed
+    assert project.ready() == before
+    assert len(project.client.search_model_versions("name='quickstart'")) == 1
+
+
+def test_finetune_tunes_the_champion_and_is_deployed_over_it(project: Project, quickstart: str, tmp_path: Path) -> None:
+    rows = tmp_path / "my.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"fruit.peel_{i}(x)\n\nPeel fruit number {i} with care."}) + "\n" for i in range(200)))
+    printed = project.cli(
+        "run",
+        "pipeline=finetune",
+        "model=models:/quickstart@champion",
+        f"stages.ingest.source.path={rows}",
+        "stages.train.max_steps=20",
+        "stages.train.warmup_steps=2",
+        "stages.deploy.port=18411",
+    )
+    assert "replaces quickstart@1" in printed
+    ready = project.ready()
+    assert ready["model"] == "finetune"
+    note = next(r for r in project.runs("finetune") if "mlflow.parentRunId" not in r.data.tags).data.tags["mlflow.note.content"]
+    assert "before" in note
+
+
+def test_down_stops_the_endpoint_and_leaves_no_process(project: Project, quickstart: str) -> None:
+    head = _head(project)
+    family = [psutil.Process(head), *psutil.Process(head).children(recursive=True)]
+    assert len(family) > 3  # the control: there really was a Ray
+    assert "stopped" in project.cli("down")
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    assert not (project.state / "endpoint.json").exists()
+    assert "deploy" in project.cli("plan", *SMALL) and "the endpoint" in project.cli("plan", *SMALL)
+
+
+def _v1(project: Project) -> str:
+    base = project.endpoint["base_url"]
+    return base if base.endswith("/v1") else f"{base}/v1"
+
+
+def _head(project: Project) -> int:
+    return int(json.loads((project.state / "cluster" / "head.json").read_text())["pid"])
