@@ -36,7 +36,7 @@ _EXCLUDED = (
     # tests and demonstrations
     "antigravity idlelib pydoc_data test this turtledemo"
     # what distributions pack apart from Python, so that it is on one machine and not on the next
-    " curses dist-packages distutils ensurepip lib2to3 lib-dynload readline site-packages tkinter turtle"
+    " curses distutils ensurepip lib2to3 readline tkinter turtle"
     # what speaks of another operating system
     " msilib msvcrt nt ntpath nturl2path winreg winsound"
     # what later Pythons no longer have (PEP 594 and the modules that went with it)
@@ -101,7 +101,9 @@ def public_module(path: Path) -> str | None:
     parts = list(path.relative_to(root()).with_suffix("").parts)
     if parts[-1] == "__init__":
         parts.pop()
-    if not parts or parts[0] in EXCLUDED or (any(part.startswith("_") for part in parts) and parts[0] not in ALIASES):
+    if not parts or parts[0] not in sys.stdlib_module_names - EXCLUDED:  # Debian adds a sitecustomize of its own
+        return None
+    if any(part.startswith("_") for part in parts) and parts[0] not in ALIASES:
         return None
     return ALIASES.get(parts[0], ".".join(parts))
 
