@@ -78,14 +78,9 @@ def root() -> Path:
 def sources() -> list[Path]:
     """The library's own Python modules that rows are taken from."""
     found = []
-    for directory, names, files in os.walk(root()):
-        names[:] = sorted(
-            name for name in names if name not in EXCLUDED and not name.startswith("_") and "." not in name
-        )
-        where = Path(directory)
-        wanted = (name for name in files if name.endswith(".py") and public_module(where / name) is not None)
-        found += [where / name for name in wanted]
-    return sorted(found)
+    for name in sys.stdlib_module_names - EXCLUDED:  # by name: site-packages lies in the same directory
+        found += [root() / f"{name}.py", *(root() / name).rglob("*.py")]
+    return sorted(path for path in found if path.is_file() and public_module(path) is not None)
 
 
 def extensions() -> list[str]:
@@ -103,7 +98,8 @@ def public_module(path: Path) -> str | None:
         parts.pop()
     if not parts or parts[0] not in sys.stdlib_module_names - EXCLUDED:  # Debian adds a sitecustomize of its own
         return None
-    if any(part.startswith("_") for part in parts) and parts[0] not in ALIASES:
+    private = any(part.startswith("_") for part in parts) and parts[0] not in ALIASES
+    if private or not {"test", "tests"}.isdisjoint(parts):
         return None
     return ALIASES.get(parts[0], ".".join(parts))
 
