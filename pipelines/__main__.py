@@ -194,10 +194,9 @@ def _status(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
-    from stages.serving.ask import stream_answer
-
     from pipelines import cluster
     from stages.contract import ResourcesUnavailable
+    from stages.serving.ask import stream_answer
 
     text = os.environ.get("TEXT") or os.environ.get("RAYKEEL_TEXT") or ""
     if not text:
@@ -214,7 +213,8 @@ def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines.registry import redacted, tracking_uri
+    from pipelines.config import redacted
+    from pipelines.registry import tracking_uri
 
     app = compose(overrides, conf)
     uri = tracking_uri(app.tracking.uri, app.state_root)
@@ -226,6 +226,7 @@ def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
     port = os.environ.get("PORT", "5000")
     console.line(f"MLflow on {uri}: http://127.0.0.1:{port} (Ctrl-C ends it; another port: make ui PORT=5001)")
     os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false")
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # four idle worker processes that nothing here uses
     mlflow = [
         sys.executable,
         "-m",
@@ -259,7 +260,9 @@ def _say_what_now(console: Console, app: AppConfig, outcome: Any, seconds: float
         console.line(f"{outcome.executed} of {len(outcome.steps)} stages ran in {seconds:.0f} s")
     rows = []
     if endpoint and "deploy" in {step.name for step in outcome.steps}:
-        rows += [("served", f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']} (OpenAI-compatible)")]
+        rows += [
+            ("served", f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1 (OpenAI-compatible)")
+        ]
         rows += [("ask it", 'make ask TEXT="os.path.join("')]
     rows += [("see it", "make ui")]
     if endpoint:

@@ -89,7 +89,6 @@ def quiet() -> None:
     """No telemetry, no progress bars of the library's own; set before ray is imported, inherited by its workers."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
-    os.environ["RAY_enable_metrics_collection"] = "0"  # its HTTP port would listen on all interfaces
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

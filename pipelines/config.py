@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import enum
 import typing
+import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,22 +67,43 @@ class ClusterConfig:
     """Seconds to wait for an attached cluster."""
 
     def __post_init__(self) -> None:
-        if (self.mode is ClusterMode.attach) != (self.address is not None):
+        if self.mode is ClusterMode.attach and self.address is None:
             raise ValueError(
-                f"cluster.address must be given exactly with cluster.mode=attach, got mode={self.mode.name} address={self.address}"
+                "cluster.address has no value: cluster=attach needs cluster.address=<host:port of the Ray head>"
             )
+        if self.mode is not ClusterMode.attach and self.address is not None:
+            raise ValueError(
+                f"cluster.address={self.address} needs cluster=attach; cluster={self.mode.name} starts its own Ray"
+            )
+
+
+class TrackingMode(enum.Enum):
+    """Where MLflow records runs."""
+
+    local = "local"
+    server = "server"
 
 
 @dataclass(kw_only=True)
 class TrackingConfig:
     """The MLflow store that runs are recorded in. Never part of a fingerprint."""
 
+    mode: TrackingMode = TrackingMode.local
+    """local: a SQLite store under the state directory; server: the MLflow server at `uri`."""
     uri: str | None = None
-    """MLflow tracking server (http://...); default: a SQLite store under the state directory."""
+    """http://host:port of the MLflow server, for mode server."""
     experiment: str | None = None
     """MLflow experiment; default: the pipeline's name."""
     timeout_s: float = 10.0
     """Seconds within which a tracking server must answer at the start of a run."""
+
+    def __post_init__(self) -> None:
+        if self.mode is TrackingMode.server and self.uri is None:
+            raise ValueError(
+                "tracking.uri has no value: tracking=server needs tracking.uri=<http://host:port of the MLflow server>"
+            )
+        if self.mode is TrackingMode.local and self.uri is not None:
+            raise ValueError(f"tracking.uri={redacted(self.uri)} needs tracking=server")
 
 
 @dataclass(kw_only=True)
@@ -105,9 +127,13 @@ class AppConfig:
     stages: dict[str, StageConfig] = field(default_factory=dict)
     """Stage name -> its config. The config's class decides which function runs."""
     run: RunConfig = field(default_factory=RunConfig)
+    """What this invocation is to do."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """The Ray that stages run on."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """The MLflow store that runs are recorded in."""
     store: StoreConfig = field(default_factory=StoreConfig)
+    """Where artifacts live."""
 
     @property
     def state_root(self) -> Path:
@@ -116,6 +142,14 @@ class AppConfig:
     @property
     def store_root(self) -> Path:
         return (ROOT / Path(self.store.root).expanduser()).resolve() if self.store.root else self.state_root / "store"
+
+
+def redacted(uri: str) -> str:
+    """A URI without user name and password."""
+    parts = urllib.parse.urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def register_schemas() -> None:
@@ -166,11 +200,10 @@ def to_objects(node: Any) -> AppConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    missing = sorted(OmegaConf.missing_keys(node))
-    if missing:
-        lines = "; ".join(f"{key} has no value: add {key}=<value>" for key in missing)
-        raise ConfigError(lines)
     try:
+        missing = sorted(OmegaConf.missing_keys(node))
+        if missing:
+            raise ConfigError("; ".join(f"{key} has no value: add {key}=<value>" for key in missing))
         app = OmegaConf.to_object(node)
         assert isinstance(app, AppConfig)
     except (OmegaConfBaseException, MissingMandatoryValue) as error:

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from pipelines.config import redacted
 from stages.contract import ResourcesUnavailable, StageError
 
 ALIASES = ("candidate", "champion", "previous")
@@ -120,14 +121,6 @@ class RegistryReader:
             raise ResourcesUnavailable(
                 f"{redacted(self.uri)}: the tracking server cannot be reached ({error})"
             ) from error
-
-
-def redacted(uri: str) -> str:
-    """A URI without user name and password."""
-    parts = urllib.parse.urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _quoted(name: str) -> str:

@@ -97,9 +97,9 @@ def data_rows(facts: Facts) -> list[list[str]]:
     for entry in corpus.get("waterfall", []):
         rows.append(
             [
-                f"clean: {entry.get('rule', '')}",
-                f"{entry.get('rows', 0):,}",
-                f"{entry.get('characters', 0):,} characters",
+                f"clean: {entry['step'].replace('_', ' ')}",
+                f"{entry['rows']:,}",
+                f"{entry['characters']:,} characters",
             ]
         )
     for split in ("train", "validation"):
@@ -162,12 +162,8 @@ def stage_rows(facts: Facts) -> list[list[str]]:
 
 
 def gate_lines(approval: dict[str, Any]) -> list[str]:
-    lines = []
-    for rule in approval.get("rules", []):
-        lines.append(
-            f"{rule['rule']}: wanted {rule['wanted']}, found {rule['found']}" if isinstance(rule, dict) else str(rule)
-        )
-    return lines
+    """One sentence a rule."""
+    return [f"{rule['rule']}: wanted {rule['wanted']}, found {_number(rule['found'])}" for rule in approval["rules"]]
 
 
 def sample_parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
@@ -226,7 +222,8 @@ h1{margin:0 0 .3rem}h2{margin:2rem 0 .5rem;font-size:1.1rem;border-bottom:1px so
 .verdict{font-weight:600;padding:.6rem .9rem;border-left:4px solid}.ok{border-color:var(--ok);color:var(--ok)}
 .bad{border-color:var(--bad);color:var(--bad);white-space:pre-wrap}
 table{border-collapse:collapse}td,th{padding:.25rem .9rem .25rem 0;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
-td+td{font-variant-numeric:tabular-nums}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#8881;padding:.6rem;margin:.2rem 0}
+td+td{font-variant-numeric:tabular-nums}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#8881;padding:.6rem;margin:.2rem 0;max-height:14rem;overflow:auto}
 dl.sample{border:1px solid var(--line);padding:.6rem .9rem;margin:.8rem 0}dt{font-weight:600;font-size:.85rem}dd{margin:0 0 .4rem}
 svg{width:100%;height:auto;font:11px system-ui,sans-serif}
 """
@@ -258,7 +255,10 @@ def loss_curve(curves: dict[str, list[tuple[int, float]]], width: int = 760, hei
     styles = {"loss": ("var(--a)", "training"), "validation_loss": ("var(--b)", "validation")}
     for index, (name, series) in enumerate(sorted(curves.items())):
         colour, label = styles.get(name, ("currentColor", name))
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(s, v) for s, v in series))
+        places = [place(step, value) for step, value in series]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        if len(series) < 30:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         parts.append(f'<text x="{width - 120}" y="{top + 14 + 16 * index}" fill="{colour}">{html.escape(label)}</text>')
     return "".join(parts) + "</svg>"

@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import plain
+from pipelines.config import plain, redacted
 from pipelines.lease import identity, is_alive
-from pipelines.registry import RegistryReader, redacted
+from pipelines.registry import RegistryReader
 from stages.artifacts import Artifact
 from stages.contract import ResourcesUnavailable, StageConfig
 
@@ -32,6 +32,8 @@ PARAM_LIMIT = 500
 """MLflow cuts values over 6,000 characters without a word; longer ones than this are shown by their beginning and digest."""
 DATASET_DIGEST_LIMIT = 36
 CLOSE_TIMEOUT_S = 30.0
+TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
+"""Opens the UI on runs and curves; its own guess is the view for chat traces."""
 
 
 class Tracking:
@@ -69,10 +71,10 @@ class Tracking:
         found = self.client.get_experiment_by_name(name)
         if found is None:
             if self.uri.startswith("http"):
-                return str(self.client.create_experiment(name))
+                return str(self.client.create_experiment(name, tags=TRAINING_VIEW))
             place = state / "mlflow" / "artifacts" / name
             place.mkdir(parents=True, exist_ok=True)
-            return str(self.client.create_experiment(name, artifact_location=place.as_uri()))
+            return str(self.client.create_experiment(name, artifact_location=place.as_uri(), tags=TRAINING_VIEW))
         if found.lifecycle_stage == "deleted":
             raise ResourcesUnavailable(
                 f"the MLflow experiment '{name}' was deleted: restore it (mlflow experiments restore -x {found.experiment_id}) "

@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelines import plan
-from pipelines.config import CONF, ConfigError, compose, compose_node, expand_sweep
 from pipelines.__main__ import from_make
+from pipelines.config import CONF, ConfigError, compose, compose_node, expand_sweep
 from stages.contract import STAGES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -18,7 +18,10 @@ OPTIONS = sorted(
     for p in CONF.glob("*/*.yaml")
     if p.parent.name not in ("pipeline", "cluster", "tracking", "model", "local")
 )
-NEEDED = {"finetune": ["model=models:/quickstart@champion", "stages.ingest.source.path=my.jsonl"], "attach": ["cluster.address=h:1"]}
+NEEDED = {
+    "finetune": ["model=models:/quickstart@champion", "stages.ingest.source.path=my.jsonl"],
+    "attach": ["cluster.address=h:1"],
+}
 
 
 def needed(name: str) -> list[str]:
@@ -26,7 +29,9 @@ def needed(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_a_pipeline_composes_to_its_golden_file_and_its_edges_fit(pipeline: str, request: pytest.FixtureRequest) -> None:
+def test_a_pipeline_composes_to_its_golden_file_and_its_edges_fit(
+    pipeline: str, request: pytest.FixtureRequest
+) -> None:
     overrides = [f"pipeline={pipeline}", *needed(pipeline)]
     text = OmegaConf.to_yaml(compose_node(overrides), resolve=True)
     golden = GOLDEN / f"{pipeline}.yaml"
@@ -93,9 +98,14 @@ def test_every_field_of_every_config_is_explained() -> None:
         (["pipeline=finetune"], r"stages\.fetch\.source has no value: add stages\.fetch\.source=<value>"),
         (["stages.ingest.source.path=None"], r"write stages\.ingest\.source\.path=null"),
         (["stages.ingest.source.path=none"], r"write stages\.ingest\.source\.path=null"),
-        (["stages.ingest.source.path=ck/epoch=1-step=2.jsonl"], r"stages\.ingest\.source\.path='ck/epoch=1-step=2\.jsonl'"),
+        (
+            ["stages.ingest.source.path=ck/epoch=1-step=2.jsonl"],
+            r"stages\.ingest\.source\.path='ck/epoch=1-step=2\.jsonl'",
+        ),
         (["stages.ingest.source.path=modèle-é"], r"stages\.ingest\.source\.path='modèle-é'"),
-        (["cluster.address=1.2.3.4:5"], r"cluster\.address must be given exactly with cluster\.mode=attach"),
+        (["cluster.address=1.2.3.4:5"], r"cluster\.address=1\.2\.3\.4:5 needs cluster=attach"),
+        (["tracking=server"], r"tracking\.uri has no value: tracking=server needs"),
+        (["tracking.uri=http://bob:secret@h:1"], r"tracking\.uri=http://h:1 needs tracking=server"),
         (["cluster=attach"], r"cluster\.address has no value"),
         (["run.limit=0"], r"run\.limit must be >= 1, got 0"),
         (["~stages.clean"], r"no stage named 'clean'"),
@@ -113,7 +123,7 @@ def test_an_unknown_key_in_a_yaml_of_ones_own_is_refused(tmp_path: Path) -> None
     option.write_text("# @package stages.train\ndefaults: [schema, _self_]\nlearning_rat: 1.0\n")
     with pytest.raises(ConfigError, match="learning_rat"):
         compose(["train=mine"], str(tmp_path))
-    option.write_text("# @package stages.train\ndefaults: [schema, _self_]\nlearning_rate: 0.5\n")
+    option.write_text("# @package stages.train\ndefaults: [schema, _self_]\nlearning_rate: 0.5\nmax_steps: 9\n")
     cfg = compose(["train=mine"], str(tmp_path)).stages["train"]
     assert getattr(cfg, "learning_rate") == 0.5  # noqa: B009
 
@@ -143,11 +153,16 @@ def test_model_with_a_path_or_uri_is_the_source_of_fetch() -> None:
 
 def test_swapping_an_option_swaps_all_of_it() -> None:
     app = compose(["train=finetune", "stages.train.model=null"])
-    assert dataclasses.asdict(app.stages["train"])["learning_rate"] != dataclasses.asdict(compose([]).stages["train"])["learning_rate"]
+    assert (
+        dataclasses.asdict(app.stages["train"])["learning_rate"]
+        != dataclasses.asdict(compose([]).stages["train"])["learning_rate"]
+    )
 
 
 def test_make_hands_overrides_over_unharmed() -> None:
-    words = r"u=s3://b/k?x=1&y=2 q=a\\b TORCH=cpu CONF:=x run.rerun=[clean] stages.x.path=my\ data/a$$b.jsonl pipeline=sft"
+    words = (
+        r"u=s3://b/k?x=1&y=2 q=a\\b TORCH=cpu CONF:=x run.rerun=[clean] stages.x.path=my\ data/a$$b.jsonl pipeline=sft"
+    )
     assert from_make(words) == [
         "pipeline=sft",
         "stages.x.path=my data/a$b.jsonl",

@@ -5,7 +5,9 @@ from pipelines.config import ROOT
 
 
 def test_the_reference_is_what_the_config_classes_say() -> None:
-    assert (ROOT / "docs" / "reference.md").read_text("utf-8") == reference.text(), "make reference, then review the diff"
+    assert (ROOT / "docs" / "reference.md").read_text("utf-8") == reference.text(), (
+        "make reference, then review the diff"
+    )
 
 
 def test_the_readme_maps_every_file_of_both_packages() -> None:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +19,9 @@ from pipelines.config import ROOT
 SMALL = [
     "run.limit=400",
     "stages.train.max_steps=30",
-    "stages.train.warmup_steps=3",
+    "stages.train.tokens_per_step=2048",
     "stages.tokenize.vocab_size=512",
-    "stages.gate.rules.max_bits_per_byte=8.0",
+    "stages.gate.rules.must_beat=[untrained]",
     "stages.deploy.port=18411",
 ]
 
@@ -59,8 +57,7 @@ class Project:
         return found
 
     def ready(self) -> dict[str, str]:
-        base = self.endpoint["base_url"].removesuffix("/v1")
-        with urllib.request.urlopen(f"{base}/ready", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.endpoint['base_url']}/ready", timeout=5) as answer:
             loaded: dict[str, str] = json.load(answer)
             return loaded
 
@@ -107,14 +104,18 @@ def test_ask_prints_the_answer(project: Project, quickstart: str) -> None:
     assert answer.startswith("os.path.join(") and len(answer.strip()) > len("os.path.join(")
 
 
-def test_a_second_run_reuses_everything_starts_no_ray_and_writes_no_mlflow_run(project: Project, quickstart: str) -> None:
+def test_a_second_run_reuses_everything_starts_no_ray_and_writes_no_mlflow_run(
+    project: Project, quickstart: str
+) -> None:
     head, before = _head(project), len(project.runs("quickstart"))
     printed = project.cli("run", *SMALL)
     assert "0 of 9 stages to run" in printed
     assert _head(project) == head and len(project.runs("quickstart")) == before
 
 
-def test_a_changed_learning_rate_reruns_train_and_what_depends_on_it_and_nothing_else(project: Project, quickstart: str) -> None:
+def test_a_changed_learning_rate_reruns_train_and_what_depends_on_it_and_nothing_else(
+    project: Project, quickstart: str
+) -> None:
     planned = project.cli("plan", *SMALL, "stages.train.learning_rate=0.001")
     actions = {line.split()[0]: line.split()[1] for line in planned.splitlines() if len(line.split()) > 2}
     assert [actions[s] for s in ("ingest", "clean", "tokenize", "train")] == ["reuse", "reuse", "reuse", "run"]
@@ -125,9 +126,20 @@ def test_a_changed_learning_rate_reruns_train_and_what_depends_on_it_and_nothing
 def test_the_reviewer_finds_verdict_metrics_samples_data_and_endpoint(project: Project, quickstart: str) -> None:
     parent = next(r for r in project.runs("quickstart") if "mlflow.parentRunId" not in r.data.tags)
     note = parent.data.tags["mlflow.note.content"]
-    for wanted in ("PASSED", "bits per byte", "unigram", "lzma", "Samples", "Data", project.endpoint["base_url"], "make run"):
+    for wanted in (
+        "PASSED",
+        "bits per byte",
+        "unigram",
+        "lzma",
+        "Samples",
+        "Data",
+        project.endpoint["base_url"],
+        "make run",
+    ):
         assert wanted in note, wanted
-    children = {r.data.tags["mlflow.runName"]: r for r in project.runs("quickstart") if "mlflow.parentRunId" in r.data.tags}
+    children = {
+        r.data.tags["mlflow.runName"]: r for r in project.runs("quickstart") if "mlflow.parentRunId" in r.data.tags
+    }
     assert set(children) == {"ingest", "clean", "tokenize", "train", "evaluate", "gate", "register", "deploy", "probe"}
     assert {r.info.status for r in children.values()} == {"FINISHED"}
     history = project.client.get_metric_history(children["train"].info.run_id, "loss")
@@ -146,11 +158,8 @@ def test_the_registered_version_loads_in_a_clean_process_with_equal_logits(proje
         "print(json.dumps(m(ids).logits[0, -1].tolist()))"
     )
     uri = f"sqlite:///{project.state / 'mlflow' / 'mlflow.db'}"
-    printed = [
-        subprocess.run([sys.executable, "-c", script, uri], capture_output=True, text=True, check=True, timeout=120)
-        for _ in range(1)
-    ][0].stdout
-    from_registry = json.loads(printed.strip().splitlines()[-1])
+    clean = subprocess.run([sys.executable, "-c", script, uri], capture_output=True, text=True, check=True, timeout=120)
+    from_registry = json.loads(clean.stdout.strip().splitlines()[-1])
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,7 +170,9 @@ def test_the_registered_version_loads_in_a_clean_process_with_equal_logits(proje
     assert from_registry == model(ids).logits[0, -1].tolist()
 
 
-def test_a_refused_gate_registers_and_deploys_nothing_and_what_served_still_serves(project: Project, quickstart: str) -> None:
+def test_a_refused_gate_registers_and_deploys_nothing_and_what_served_still_serves(
+    project: Project, quickstart: str
+) -> None:
     before = project.ready()
     printed = project.cli("run", *SMALL, "stages.gate.rules.max_bits_per_byte=0.1", check=3)
     assert "raykeel exited with code 3" in printed and "0.1" in printed
@@ -171,20 +182,26 @@ def test_a_refused_gate_registers_and_deploys_nothing_and_what_served_still_serv
 
 def test_finetune_tunes_the_champion_and_is_deployed_over_it(project: Project, quickstart: str, tmp_path: Path) -> None:
     rows = tmp_path / "my.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"fruit.peel_{i}(x)\n\nPeel fruit number {i} with care."}) + "\n" for i in range(200)))
+    rows.write_text(
+        "".join(
+            json.dumps({"text": f"fruit.peel_{i}(x)\n\nPeel fruit number {i} with care."}) + "\n" for i in range(200)
+        )
+    )
     printed = project.cli(
         "run",
         "pipeline=finetune",
         "model=models:/quickstart@champion",
         f"stages.ingest.source.path={rows}",
+        "stages.train.epochs=null",
         "stages.train.max_steps=20",
-        "stages.train.warmup_steps=2",
         "stages.deploy.port=18411",
     )
     assert "replaces quickstart@1" in printed
     ready = project.ready()
     assert ready["model"] == "finetune"
-    note = next(r for r in project.runs("finetune") if "mlflow.parentRunId" not in r.data.tags).data.tags["mlflow.note.content"]
+    note = next(r for r in project.runs("finetune") if "mlflow.parentRunId" not in r.data.tags).data.tags[
+        "mlflow.note.content"
+    ]
     assert "before" in note
 
 
@@ -200,8 +217,7 @@ def test_down_stops_the_endpoint_and_leaves_no_process(project: Project, quickst
 
 
 def _v1(project: Project) -> str:
-    base = project.endpoint["base_url"]
-    return base if base.endswith("/v1") else f"{base}/v1"
+    return f"{project.endpoint['base_url']}/v1"
 
 
 def _head(project: Project) -> int:
