@@ -164,8 +164,9 @@ def _roll_out(
     try:
         port = deployment.start_serve(cfg.host, cfg.port)  # while the trial loads
         questions = deployment.finish_trial(running_trial, deployed, timeout_s)
-    finally:
+    except BaseException:
         deployment.cancel_trial(running_trial)
+        raise
     deployed = replace(deployed, base_url=f"http://{cfg.host}:{port}")
     deployment.require_cpus(deployed.num_cpus, CPU_WAIT_S)
     ctx.progress(0.3, "starting the new version")

@@ -174,8 +174,13 @@ def finish_trial(running: Any, deployed: Deployed, timeout_s: float) -> list[Que
 
 
 def cancel_trial(running: Any) -> None:
-    """Nothing of a trial is left running; harmless when it is finished."""
-    ray.cancel(running, force=True)
+    """Nothing of a trial is left running.
+
+    Never of a finished one, and never by force: a forced cancel that meets the task's reply ends the driver (a failed check
+    in Ray 2.60's task_manager.cc, "Tried to complete task that was not pending")."""
+    finished, _ = ray.wait([running], timeout=0)
+    if not finished:
+        ray.cancel(running)
 
 
 def restore(failed: Deployed, before: Deployed | None, something_serves: bool, timeout_s: float) -> str:
@@ -204,16 +209,19 @@ def begin(deployed: Deployed, load_timeout_s: float) -> None:
 
 
 def wait_serving(deployed: Deployed, timeout_s: float, progress: Callable[[float, str], None]) -> None:
-    """Until the public address answers as this deployment and Serve calls it running. StageError with the real cause."""
+    """Until the public address answers as this deployment and no other replica takes requests. StageError with the cause.
+
+    Serve calls an application running only when the old replica has finished its last answer, which may take minutes."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < timeout_s:
+        ready = ask_ready(deployed.base_url)
         status = serve.status().applications.get(deployed.application)
         if status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             messages = [status.message, *(part.message for part in status.deployments.values())]
             raise StageError(f"{deployed.model}@{deployed.version} does not start: {cause(messages)}")
-        ready = ask_ready(deployed.base_url)
-        answers = ready is not None and ready.get("instance") == deployed.instance
-        if answers and status is not None and status.status == ApplicationStatus.RUNNING:
+        part = status.deployments.get(DEPLOYMENT) if status is not None else None
+        alone = part is not None and part.replica_states.get("RUNNING") == 1
+        if alone and ready is not None and ready.get("instance") == deployed.instance:
             return
         progress(0.3 + 0.5 * passed / timeout_s, "waiting for the new version")
         time.sleep(0.1)

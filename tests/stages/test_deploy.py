@@ -5,12 +5,14 @@ import shutil
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from stages.artifacts import Endpoint, ModelVersion
@@ -268,6 +270,56 @@ def test_a_client_that_leaves_frees_the_model_behind_serve(house: House) -> None
     assert time.monotonic() - began < 2
     loaded = load_model(Path(record.directory))
     assert text == check_golden(loaded, Path(record.directory))[0].text != ""
+
+
+def test_errors_keep_their_shape_and_status_behind_serve(house: House) -> None:
+    record = read_record(house.state)
+    assert record is not None
+    legal = {"model": NAME, "prompt": "a", "max_tokens": 1}
+    for path, body, status, param in (
+        ("/v1/completions", json.dumps({**legal, "temperature": -1}).encode(), 400, "temperature"),
+        ("/v1/completions", json.dumps({**legal, "max_tokens": 10**6}).encode(), 400, "prompt"),
+        ("/v1/completions", b"junk " * 20_000, 400, None),
+        ("/v1/completions", b"x" * 1_000_001, 413, None),
+        ("/v1/completions", json.dumps({**legal, "model": "x"}).encode(), 404, "model"),
+        ("/v1/chat/completions", json.dumps({"model": NAME, "messages": [{"role": "user", "content": "x"}]}).encode(), 400, "messages"),
+        ("/v1/nothing", b"{}", 404, None),
+        ("/v1/models", b"{}", 405, None),
+    ):  # fmt: skip
+        request = urllib.request.Request(record.base_url + path, body, {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        error = json.load(caught.value)["error"]
+        assert (caught.value.code, error["param"], set(error)) == (status, param, {"message", "type", "param", "code"})
+        assert caught.value.headers["x-model-version"] == str(record.version)
+
+
+@pytest.mark.slow
+def test_a_long_answer_in_flight_is_finished_by_the_old_version(
+    house: House, make_context: Callable[..., Context]
+) -> None:
+    before = read_record(house.state)
+    assert before is not None
+    house.directories[7] = save_tiny_model(house.root / "v7", seed=7, context=60_000)
+    deploy(house.cfg(), house.context(make_context("deploy")), house.version(7))
+    client = openai.OpenAI(base_url=f"{before.base_url}/v1", api_key="none", max_retries=0)
+    seen: list[Any] = []
+
+    def read() -> None:
+        stream = client.completions.create(
+            model=NAME, prompt="a", max_tokens=20_000, temperature=0, stream=True, extra_body={"ignore_eos": True},
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        seen.extend(stream)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    time.sleep(1)
+    deploy(house.cfg(), house.context(make_context("deploy")), house.version(2))
+    assert reader.is_alive(), "the answer was too short to be in flight during the roll-out"
+    reader.join(110)
+    assert seen[-1].usage.completion_tokens == 20_000
+    assert {chunk.system_fingerprint.partition("-")[0] for chunk in seen} == {f"{NAME}@7"}
 
 
 def test_the_probe_measures_the_endpoint_and_notices_another_version(

@@ -1,7 +1,9 @@
 """What clients see, asked with the real `openai` client and raw HTTP over plain uvicorn: no Ray, a tiny model, exact values."""
 
+import asyncio
 import http.client
 import json
+import random
 import socket
 import threading
 import time
@@ -14,10 +16,13 @@ import openai
 import pytest
 import torch
 import uvicorn
+from safetensors.torch import load_file, save_file
 
+from stages.contract import StageError
 from stages.serving.app import App, build_app
 from stages.serving.model import load_model
 from stages.serving.options import ServingOptions
+from stages.serving.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from tests.stages.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
 NAME = "tiny"
@@ -515,3 +520,74 @@ def test_answers_do_not_depend_on_what_else_is_asked(plain: Running) -> None:
     for thread in threads:
         thread.join()
     assert [together[i] for i in range(len(asked))] == alone
+
+
+def test_two_hundred_wild_requests_never_earn_a_server_error(plain: Running) -> None:
+    """Seeded: legal and illegal values for every field, mixed. The model answers as before afterwards."""
+    draw = random.Random(7)
+    values: list[Any] = [
+        None, True, False, 0, 1, -1, 2, 0.5, 1e9, 1e308, 10**30, "", "a", "a" * 3000, "\ud800", "🙂", [], [0], ["a"], [[1, 2]],
+        {}, {"include_usage": True}, ["a"] * 9, [{"role": "user", "content": "x"}], {"type": "text"},
+    ]  # fmt: skip
+    names = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL, "foo"]
+    before = plain.complete(prompt="golden", max_tokens=8, temperature=0)[2]["choices"]
+    for _ in range(200):
+        fields = {name: draw.choice(values) for name in draw.sample(names, draw.randint(1, 4))}
+        base = {"prompt": "a", "max_tokens": 2} if draw.random() < 0.8 else {}
+        status, headers, answer = plain.post(
+            draw.choice(("/v1/completions", "/v1/chat/completions")), **{"model": NAME, **base, **fields}
+        )
+        assert status in (200, 400, 404), (fields, answer)
+        if status != 200:
+            assert set(answer["error"]) == {"message", "type", "param", "code"} and headers["x-model-version"] == "7"
+    assert plain.complete(prompt="golden", max_tokens=8, temperature=0)[2]["choices"] == before
+
+
+def test_a_silent_stream_is_kept_open_by_comments(slow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.serving.app.PING_S", 0.1)
+    connection, _ = start_stream(slow)
+    waiting, response = start_stream(slow)
+    assert response.status == 200
+    assert response.readline() in (b"\n", b": ping\n")
+    for open_connection in (connection, waiting):
+        assert open_connection.sock is not None
+        open_connection.sock.shutdown(socket.SHUT_RDWR)
+        open_connection.close()
+    wait_until(lambda: slow.app.engine.active is None and slow.app.engine.waiting == 0, 3)
+
+
+def test_a_server_is_not_ready_before_its_model_answered(tmp_path: Path) -> None:
+    """The app answers from its first moment: alive, not ready, then ready."""
+    app = build_app(save_tiny_model(tmp_path / "m"), name=NAME, version=1, digest=DIGEST, options=ServingOptions())
+    statuses = {}
+
+    async def ask(path: str) -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await app({"type": "http", "method": "GET", "path": path, "headers": []}, None, send)  # type: ignore[arg-type]
+        status: int = sent[0]["status"]
+        return status
+
+    for path in ("/health", "/ready", "/v1/models"):
+        statuses[path] = asyncio.run(ask(path))
+    app.engine.wait_ready(60)
+    assert statuses == {"/health": 200, "/ready": 503, "/v1/models": 503}
+    assert asyncio.run(ask("/ready")) == 200
+    app.engine.close()
+    assert asyncio.run(ask("/health")) == 503
+
+
+def test_a_directory_that_cannot_be_served_fails_with_its_reason(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path / "m")
+    (directory / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes()[:1000])
+    app = build_app(directory, name=NAME, version=1, digest=DIGEST, options=ServingOptions())
+    with pytest.raises(StageError, match="the model does not load"):
+        app.engine.wait_ready(60)
+    tensors = load_file(save_tiny_model(tmp_path / "n") / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "n" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StageError, match=r"the weights miss model\.norm\.weight"):
+        load_model(tmp_path / "n")
