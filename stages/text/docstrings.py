@@ -8,6 +8,7 @@ environment to leak: `python -I -S docstrings.py` prints one JSON row a line, in
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.machinery
@@ -70,6 +71,7 @@ def identity() -> str:
     return f"{platform.python_version()}-{digest.hexdigest()}"
 
 
+@functools.cache
 def root() -> Path:
     """Where the standard library of this interpreter lies."""
     return Path(sysconfig.get_path("stdlib"))
