@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import ROOT, AppConfig, ConfigError, compose, compose_node, expand_sweep
+from pipelines.config import ROOT, AppConfig, compose, compose_node, expand_sweep
 from pipelines.console import Console
+from pipelines.mistakes import ConfigError
 
 COMMANDS = ("run", "plan", "why", "config", "sweep", "status", "ask", "ui", "down")
 
@@ -62,7 +63,7 @@ def from_make(words: str) -> list[str]:
 def _verdict(error: BaseException) -> tuple[int | None, str]:
     """(exit code, message) of a failure; code None for SystemExit."""
     from pipelines.lease import LeaseLost, LeaseTimeout
-    from pipelines.runner import Terminated
+    from pipelines.session import Terminated
     from pipelines.store import IntegrityError
     from stages.artifacts import ArtifactError
     from stages.contract import GateRefused, ResourcesUnavailable, StageError
@@ -96,22 +97,22 @@ def _verdict(error: BaseException) -> tuple[int | None, str]:
 
 
 def _run(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import runner
+    from pipelines import runner, session
 
     app = compose(overrides, conf)
     _log_to_file(app)
     started = time.monotonic()
-    with runner.signals(), runner.Session(app, console) as session:
-        outcome = runner.run(app, session, _as_typed("run", overrides))
+    with session.signals(), session.Session(app, console) as opened:
+        outcome = runner.run(app, opened, _as_typed("run", overrides))
     _say_what_now(console, app, outcome, time.monotonic() - started)
     return 0
 
 
 def _plan(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import plan, runner
+    from pipelines import plan, session
 
     app = compose(overrides, conf)
-    steps, _ = runner.planned(app)
+    steps, _ = session.planned(app)
     console.plan(app.name, steps, plan.announcements(steps, app.state_root))
     to_run = sum(step.action == "run" for step in steps)
     unknown = sum(step.action == "unknown" for step in steps)
@@ -123,10 +124,10 @@ def _plan(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def _why(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import runner
+    from pipelines import session
 
     app = compose(overrides, conf)
-    steps, _ = runner.planned(app)
+    steps, _ = session.planned(app)
     for step in steps:
         if step.action == "reuse":
             console.line(f"{step.name}: reuse, {step.reason}")
@@ -146,7 +147,7 @@ def _config(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def _sweep(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import runner
+    from pipelines import runner, session
 
     points = expand_sweep(overrides)
     if not any(o.startswith("run.until=") for o in overrides) and "evaluate" in compose(points[0], conf).stages:
@@ -156,10 +157,10 @@ def _sweep(console: Console, overrides: list[str], conf: str | None) -> int:
     _log_to_file(apps[0])
     sweep = time.strftime("sweep-%Y%m%d-%H%M%S")
     rows = []
-    with runner.signals(), runner.Session(apps[0], console) as session:
+    with session.signals(), session.Session(apps[0], console) as opened:
         for number, (app, point) in enumerate(zip(apps, points, strict=True), 1):
             console.line(f"\npoint {number} of {len(apps)}: {' '.join(point)}")
-            outcome = runner.run(app, session, _as_typed("run", point), {"raykeel.sweep": sweep})
+            outcome = runner.run(app, opened, _as_typed("run", point), {"raykeel.sweep": sweep})
             last = list(outcome.headlines.values())[-1] if outcome.headlines else "reused"
             rows.append(
                 (" ".join(p for p in point if any(p not in other for other in points)) or "the only point", last)

@@ -5,22 +5,17 @@ wrong type dies at composition. What Hydra lets pass (`+key=`, the word None) is
 """
 
 import dataclasses
-import difflib
 import enum
-import typing
 import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelines.mistakes import ConfigError, explain, refuse_the_word_none, reject_unknown_keys
 from stages.contract import STAGES, StageConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-
-
-class ConfigError(ValueError):
-    """The user's configuration is wrong: exit code 1, one message, nothing was started."""
 
 
 class ClusterMode(enum.Enum):
@@ -189,10 +184,10 @@ def compose_node(overrides: list[str], conf: str | None = None) -> Any:
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             node = hydra.compose("config", overrides=overrides)
-        _reject_unknown_keys(node, "")
+        reject_unknown_keys(node, "")
         return node
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, overrides)) from error
+        raise ConfigError(explain(error, overrides)) from error
 
 
 def to_objects(node: Any) -> AppConfig:
@@ -207,10 +202,10 @@ def to_objects(node: Any) -> AppConfig:
         app = OmegaConf.to_object(node)
         assert isinstance(app, AppConfig)
     except (OmegaConfBaseException, MissingMandatoryValue) as error:
-        raise ConfigError(_explain(error, [])) from error
+        raise ConfigError(explain(error, [])) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    _refuse_the_word_none(app, "")
+    refuse_the_word_none(app, "")
     return app
 
 
@@ -243,7 +238,7 @@ def expand_sweep(overrides: list[str]) -> list[list[str]]:
             for o in parsed
         ]
     except HydraException as error:
-        raise ConfigError(_explain(error, overrides)) from error
+        raise ConfigError(explain(error, overrides)) from error
     return [list(point) for point in itertools.product(*axes)]
 
 
@@ -254,98 +249,3 @@ def _model_shorthand(override: str) -> str:
         quoted = value if value[:1] in "'\"" else f"'{value}'"
         return f"stages.fetch.source={quoted}"
     return override
-
-
-def _reject_unknown_keys(node: Any, where: str) -> None:
-    """Hydra accepts `+key=` even under a dataclass; a key that no field reads is a mistake."""
-    from omegaconf import DictConfig, OmegaConf
-
-    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
-        return
-    kind = OmegaConf.get_type(node)
-    if dataclasses.is_dataclass(kind):
-        known = [f.name for f in dataclasses.fields(kind)]
-        for key in node:
-            if key not in known:
-                raise ConfigError(
-                    f"{_join(where, str(key))} is not a field of {kind.__name__}{did_you_mean(str(key), known)}"
-                )
-    elif where.startswith("stages.") and where.count(".") == 1:
-        raise ConfigError(
-            f"{where} has no schema: pick an option of a stage, for example `- /train: pretrain` in the pipeline's defaults"
-        )
-    for key in node:
-        if not OmegaConf.is_missing(node, key):
-            _reject_unknown_keys(node._get_node(key), _join(where, str(key)))
-
-
-def _refuse_the_word_none(value: Any, where: str) -> None:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = typing.get_type_hints(type(value))
-        for f in dataclasses.fields(value):
-            item = getattr(value, f.name)
-            if isinstance(item, str) and item in ("None", "none") and type(None) in typing.get_args(hints[f.name]):
-                raise ConfigError(
-                    f"{_join(where, f.name)}={item} is the text {item!r}: to switch it off write {_join(where, f.name)}=null"
-                )
-            _refuse_the_word_none(item, _join(where, f.name))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_the_word_none(item, _join(where, str(key)))
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """ "; did you mean 'x'?" or the list of what there is."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; there are: {', '.join(sorted(known))}"
-
-
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
-
-
-def _explain(error: Exception, overrides: list[str]) -> str:
-    """One message from Hydra's and OmegaConf's: field, what was found, what was wanted, the form that works."""
-    from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, ValidationError
-
-    cause: BaseException = error
-    while cause.__cause__ is not None and not isinstance(cause, OverrideParseException | MissingConfigException):
-        cause = cause.__cause__
-    if isinstance(cause, OverrideParseException):
-        key, equals, value = cause.override.partition("=")
-        quoted = f"{key}='{value}'" if equals else cause.override
-        return (
-            f"cannot read the override {cause.override!r}: characters such as = ? & * or accents need quotes inside quotes: "
-            f'make run "{quoted}"'
-        )
-    first = str(cause).strip().split("\n")[0]
-    full_key = str(getattr(cause, "full_key", "") or "")
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        parent = getattr(cause, "object_type", None)
-        key = str(getattr(cause, "key", full_key))
-        known = [f.name for f in dataclasses.fields(parent)] if dataclasses.is_dataclass(parent) else []
-        if known:
-            return (
-                f"{full_key or key} is not a field of {getattr(parent, '__name__', parent)}{did_you_mean(key, known)}"
-            )
-        return first
-    if isinstance(cause, ValidationError):
-        return f"{full_key}: {first}" if full_key and full_key not in first else first
-    if isinstance(cause, InterpolationResolutionError):
-        return f"{full_key}: {first}"
-    if isinstance(cause, MissingConfigException):
-        return _missing_option(cause)
-    text = " ".join(str(error).split())
-    return text.replace("Could not override", "cannot override").replace(
-        " To append to your default list use", ". To add it use"
-    )
-
-
-def _missing_option(error: Any) -> str:
-    wanted = str(error.missing_cfg_file or "")
-    group, _, option = wanted.rpartition("/")
-    options = [name for name in (error.options or []) if name != "schema"]
-    if group and options:
-        return f"{group}={option}: there is no such option{did_you_mean(option, options)}"
-    return " ".join(str(error).split())

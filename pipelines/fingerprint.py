@@ -5,6 +5,7 @@ JSON; `difference` says in words how two payloads differ. Store root, host, devi
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -28,7 +29,7 @@ def payload(
     stage: Stage, cfg: StageConfig, seed: int, inputs: Mapping[str, str], sources: Mapping[str, str]
 ) -> dict[str, Any]:
     """All facets of a stage's identity. `inputs`: parameter -> content digest of the artifact handed in."""
-    config = plain(cfg)
+    config = _identity(cfg)
     for execution in ("inputs", "resources"):
         config.pop(execution, None)
     return {
@@ -41,6 +42,16 @@ def payload(
         "code": code_digests(stage.function.__module__),
         "env": {"python": ".".join(platform.python_version_tuple()[:2]), **versions(stage.libraries)},
     }
+
+
+def _identity(cfg: Any) -> dict[str, Any]:
+    """The config as plain values, without the fields that only say where something is (`contract.location`)."""
+    values = {}
+    for f in dataclasses.fields(cfg):
+        if f.metadata.get("identity", True):
+            item = getattr(cfg, f.name)
+            values[f.name] = _identity(item) if dataclasses.is_dataclass(item) else plain(item)
+    return values
 
 
 def digest(facets: Mapping[str, Any]) -> str:

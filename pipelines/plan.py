@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import fingerprint as fp
-from pipelines.config import AppConfig, ConfigError, did_you_mean
+from pipelines.config import AppConfig
+from pipelines.mistakes import ConfigError, did_you_mean
 from pipelines.store import Record, Store
 from stages.artifacts import Artifact
 from stages.contract import STAGES, Resolver, Stage, StageConfig, StageError

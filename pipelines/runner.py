@@ -2,40 +2,28 @@
 the order in which promises are kept: lease, attempt, validation, publication, and only then what MLflow is told.
 """
 
-import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
-import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
-from pipelines import cluster, plan, report
-from pipelines.config import ROOT, AppConfig, ClusterMode, ConfigError, plain
-from pipelines.console import Console, StageLine
+from pipelines import plan, report
+from pipelines.config import ROOT, AppConfig, plain
+from pipelines.console import StageLine
 from pipelines.lease import Lease
+from pipelines.mistakes import ConfigError
 from pipelines.plan import Step
+from pipelines.recorder import Recorder
 from pipelines.registry import RegistryReader, tracking_uri
+from pipelines.session import PlanResolver, Session, Terminated, planned
 from pipelines.store import Record, Store
 from stages.contract import Context, ResourcesUnavailable, StageError
 
 FREE_DISK_MB = 200
-CURVES = ("loss", "validation_loss")
-CURVE_POINTS = 400
-
-
-class Terminated(BaseException):
-    """SIGTERM or SIGHUP: unwinds like Ctrl-C, exits with 128 + the signal's number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 @dataclass
@@ -46,75 +34,6 @@ class Outcome:
     executed: int = 0
     run_id: str | None = None
     headlines: dict[str, str] = field(default_factory=dict)
-
-
-class PlanResolver:
-    """`stages.contract.Resolver` on the store's memo and the registry."""
-
-    def __init__(self, store: Store, registry: RegistryReader) -> None:
-        self._store = store
-        self._registry = registry
-
-    def path(self, path: Path) -> str:
-        try:
-            return self._store.path_digest(path)
-        except OSError as error:
-            raise StageError(f"{path}: cannot be read ({error.strerror})") from error
-
-    def model(self, model: str) -> str:
-        return self._registry.resolve(model)[1]
-
-
-def planned(app: AppConfig) -> tuple[list[Step], Store]:
-    """Steps with their actions decided. Light: no ray, no mlflow."""
-    store = Store(app.store_root)
-    registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root), app.tracking.timeout_s)
-    steps = plan.build(app)
-    plan.decide(app, steps, store, PlanResolver(store, registry), registry)
-    store.save_memo()
-    return steps, store
-
-
-class Session:
-    """Ray and MLflow, opened when the first stage needs them and closed once: several runs (a sweep) may share them."""
-
-    def __init__(self, app: AppConfig, console: Console) -> None:
-        self.app = app
-        self.console = console
-        self._stack = contextlib.ExitStack()
-        self._ray = False
-        self._tracking: Any = None
-
-    def __enter__(self) -> "Session":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def warm_up_ray(self) -> None:
-        """Begin to start a local head in the background; `need_ray` waits for it."""
-        if self.app.cluster.mode is ClusterMode.local and not self._ray:
-            cluster.hold(self.app.state_root)
-            self._stack.callback(cluster.release, self.app.state_root)
-            threading.Thread(
-                target=cluster.start_ahead, args=(self.app.cluster, self.app.state_root), daemon=True
-            ).start()
-
-    def need_ray(self) -> None:
-        if not self._ray:
-            self._stack.enter_context(cluster.connect(self.app.cluster, self.app.state_root))
-            self._ray = True
-
-    def tracking(self, experiment: str) -> Any:
-        """The open tracking store. Raises ResourcesUnavailable."""
-        from pipelines.tracking import Tracking
-
-        if self._tracking is None:
-            uri = tracking_uri(self.app.tracking.uri, self.app.state_root)
-            self._tracking = Tracking(uri, self.app.state_root, experiment, self.app.tracking.timeout_s)
-        return self._tracking
 
 
 def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | None = None) -> Outcome:
@@ -241,7 +160,7 @@ class _Execution:
         child.log_params({**changed_params(step.cfg), "seed": str(self.app.seed)})
         child.log_text(json.dumps(step.payload, indent=1, sort_keys=True), "payload.json")
         child.log_text(json.dumps(plain(step.cfg), indent=1, sort_keys=True), "config.json")
-        recorder = _Recorder(child)
+        recorder = Recorder(child)
         # A forced run must not continue what an earlier run of the same recipe left half done.
         work = step.fingerprint if "run.rerun" not in step.reason else f"{step.fingerprint[:48]}{uuid.uuid4().hex[:16]}"
         staged = self.store.stage_directory(step.fingerprint)
@@ -304,55 +223,6 @@ class _Execution:
             kind = by_name[upstream].stage.output
             inputs[parameter] = kind(uri=self.store.object(known[upstream]).as_uri(), digest=known[upstream])
         return inputs
-
-
-class _Recorder:
-    """The Tracker of an attempt: passes everything on and keeps the last values and the curves for the record."""
-
-    def __init__(self, child: Any) -> None:
-        self._child = child
-        self.last: dict[str, float] = {}
-        self._curves: dict[str, list[tuple[int, float]]] = {}
-        self.log_dataset = child.log_dataset
-        self.log_text = child.log_text
-
-    def log_metrics(self, metrics: Any, step: int | None = None, at: float | None = None) -> None:
-        self._child.log_metrics(metrics, step, at)
-        for name, value in metrics.items():
-            if value == value and abs(value) != float("inf"):
-                self.last[name] = float(value)
-                if name in CURVES and step is not None:
-                    self._curves.setdefault(name, []).append((step, float(value)))
-
-    def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """At most CURVE_POINTS points a curve, the last one always among them."""
-        thin = {}
-        for name, points in self._curves.items():
-            stride = max(1, -(-len(points) // CURVE_POINTS))
-            thin[name] = points[::stride] + ([points[-1]] if (len(points) - 1) % stride else [])
-        return thin
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C; a second signal ends the process at once."""
-    seen: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if seen:
-            os._exit(128 + number)
-        seen.append(number)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Terminated(number)
-
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in caught}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _require_room(store: Store) -> None:

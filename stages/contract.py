@@ -13,7 +13,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -42,6 +42,14 @@ class StageConfig:
 
     def check(self, connected: frozenset[str]) -> None:
         """Raise ValueError when these values do not fit the edges that the pipeline draws (names of connected inputs)."""
+
+
+def location(default: Any = MISSING) -> Any:
+    """A config field that says where something is; what it is must come from the stage's `sources`, which the fingerprint
+    holds instead. Moving the file re-runs nothing."""
+    if default is MISSING:
+        return field(metadata={"identity": False})
+    return field(default=default, metadata={"identity": False})
 
 
 class Tracker(Protocol):

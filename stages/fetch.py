@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from stages.artifacts import Checkpoint
-from stages.contract import Context, Resolver, ResourcesUnavailable, StageConfig, StageError, stage
+from stages.contract import Context, Resolver, ResourcesUnavailable, StageConfig, StageError, location, stage
 from stages.training.config import GOLDEN_PROMPTS
 
 REGISTRY = "models:/"
@@ -37,10 +37,10 @@ FILES = (
 class FetchConfig(StageConfig):
     """Options in `conf/fetch/`."""
 
-    source: str
+    source: str = location()
     """A folder in Hugging Face layout, a registered model (`models:/name@alias` or `models:/name/3`), or a hub id
     (`owner/name`)."""
-    revision: str = "main"
+    revision: str = location("main")
     """Branch, tag or commit of a hub id. It is resolved to a commit when the run is planned."""
     golden_prompts: list[str] = field(default_factory=lambda: list(GOLDEN_PROMPTS))
     """Prompts whose greedy continuations are stored when the model brings no `golden.json`."""

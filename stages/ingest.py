@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stages.artifacts import Rows
-from stages.contract import Context, Resolver, StageConfig, StageError, stage
+from stages.contract import Context, Resolver, StageConfig, StageError, location, stage
 from stages.text.files import Bad, Reader, Row, TextUnit, find
 
 PROGRESS_EVERY = 1_000
@@ -17,7 +17,7 @@ LINES_SHOWN = 5
 class SourceConfig:
     """Where rows come from, and what they are called there."""
 
-    path: str | None = None
+    path: str | None = location(None)
     """A file, a directory or a glob of .jsonl, .parquet, .txt or .md files (text also as .gz). Null: the documentation of the
     installed Python standard library."""
     text_field: str = "text"

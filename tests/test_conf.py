@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 
 from pipelines import plan
 from pipelines.__main__ import from_make
-from pipelines.config import CONF, ConfigError, compose, compose_node, expand_sweep
+from pipelines.config import CONF, compose, compose_node, expand_sweep
+from pipelines.mistakes import ConfigError
 from stages.contract import STAGES
 
 GOLDEN = Path(__file__).parent / "golden"

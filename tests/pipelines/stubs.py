@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.artifacts import Corpus, EvalReport, Rows
-from stages.contract import Context, GateRefused, StageConfig, StageError, stage
+from stages.contract import Context, GateRefused, StageConfig, StageError, location, stage
 
 
 @dataclass(kw_only=True)
@@ -19,7 +19,7 @@ class StubResources:
 @dataclass(kw_only=True)
 class MakeConfig(StageConfig):
     value: int = 1
-    source: str | None = None
+    source: str | None = location(None)
     limit: int | None = None
     resources: StubResources = field(default_factory=StubResources)
 

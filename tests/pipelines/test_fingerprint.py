@@ -14,7 +14,9 @@ from tests.pipelines.stubs import MakeConfig, StubResources
 STAGE = STAGES[MakeConfig]
 
 
-def of(cfg: MakeConfig, seed: int = 0, inputs: dict[str, str] | None = None, sources: dict[str, str] | None = None) -> str:
+def of(
+    cfg: MakeConfig, seed: int = 0, inputs: dict[str, str] | None = None, sources: dict[str, str] | None = None
+) -> str:
     return fp.digest(fp.payload(STAGE, cfg, seed, inputs or {}, sources or {}))
 
 
@@ -33,7 +35,11 @@ def test_every_other_facet_changes_a_fingerprint(value: int, seed: int, digest: 
     assert of(MakeConfig(), sources={"file": digest}) != base
 
 
-@given(st.dictionaries(st.text(max_size=5), st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)), max_size=6))
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)), max_size=6
+    )
+)
 def test_the_order_of_keys_does_not_matter(value: dict[str, object]) -> None:
     assert fp.canonical(value) == fp.canonical(dict(reversed(list(value.items()))))
 

@@ -3,7 +3,8 @@
 import pytest
 
 from pipelines import plan
-from pipelines.config import AppConfig, ConfigError, RunConfig
+from pipelines.config import AppConfig, RunConfig
+from pipelines.mistakes import ConfigError
 from stages.contract import StageConfig
 from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig
 
@@ -44,7 +45,9 @@ def test_an_unknown_input_suggests_the_nearest_one() -> None:
 
 
 def test_a_cycle_is_drawn() -> None:
-    with pytest.raises(ConfigError, match="the stages form a cycle: again -> double -> again|double -> again -> double"):
+    with pytest.raises(
+        ConfigError, match="the stages form a cycle: double -> again -> double"
+    ):
         plan._topological(
             {
                 name: plan.Step(name, plan.STAGES[DoubleConfig], DoubleConfig(inputs={"rows": other}))
@@ -53,9 +56,7 @@ def test_a_cycle_is_drawn() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "run", [RunConfig(until="jugde"), RunConfig(rerun=["jugde"]), RunConfig(rerun_from="jugde")]
-)
+@pytest.mark.parametrize("run", [RunConfig(until="jugde"), RunConfig(rerun=["jugde"]), RunConfig(rerun_from="jugde")])
 def test_unknown_stage_names_in_run_fields_are_refused(run: RunConfig) -> None:
     app = AppConfig(
         name="stub",

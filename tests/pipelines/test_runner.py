@@ -12,9 +12,10 @@ from typing import Any
 import mlflow
 import pytest
 
-from pipelines import plan, runner
-from pipelines.config import AppConfig, ConfigError, RunConfig
+from pipelines import plan, runner, session
+from pipelines.config import AppConfig, RunConfig
 from pipelines.console import Console
+from pipelines.mistakes import ConfigError
 from stages.contract import GateRefused, StageError
 from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig, executions, published
 
@@ -50,8 +51,8 @@ def app_of(state: Path, run: RunConfig | None = None, seed: int = 0, **values: A
 
 def go(app: AppConfig) -> runner.Outcome:
     console = Console()
-    with runner.Session(app, console) as session:
-        return runner.run(app, session, "make run")
+    with session.Session(app, console) as opened:
+        return runner.run(app, opened, "make run")
 
 
 def client(state: Path) -> mlflow.MlflowClient:
@@ -127,6 +128,10 @@ def test_a_changed_source_file_reruns_and_a_touched_one_does_not(state: Path, tm
     os.utime(source, (1, 1))
     go(app_of(state, make={"source": str(source)}))
     assert executions(state).count("make") == 1
+    moved = source.rename(tmp_path / "moved.jsonl")
+    go(app_of(state, make={"source": str(moved)}))
+    assert executions(state).count("make") == 1
+    source = moved
     source.write_text("two")
     go(app_of(state, make={"source": str(source)}))
     assert executions(state).count("make") == 2
@@ -172,8 +177,8 @@ def test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right(stat
 
 def test_ctrl_c_marks_runs_killed_and_leaves_no_staging(state: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from pipelines import runner; from tests.pipelines.test_runner import app_of, go\n"
-        "with runner.signals(): go(app_of(Path(sys.argv[1]), double={'seconds': 60.0}))"
+        "import sys; from pathlib import Path; from pipelines import session; from tests.pipelines.test_runner import app_of, go\n"
+        "with session.signals(): go(app_of(Path(sys.argv[1]), double={'seconds': 60.0}))"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(state)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -235,7 +240,7 @@ def test_metrics_reach_mlflow_with_their_steps_and_the_description_names_the_ver
 
 def test_plan_says_run_reuse_and_unknown_with_the_field_that_changed(state: Path) -> None:
     go(app_of(state))
-    steps, _ = runner.planned(app_of(state, double={"factor": 9}))
+    steps, _ = session.planned(app_of(state, double={"factor": 9}))
     assert [(s.name, s.action) for s in steps] == [("make", "reuse"), ("double", "run"), ("judge", "unknown")]
     assert steps[1].reason == "config.factor 2 -> 9"
     assert steps[2].reason == "until double is made"

@@ -13,7 +13,8 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from pipelines.registry import RegistryReader, redacted
+from pipelines.config import redacted
+from pipelines.registry import RegistryReader
 from pipelines.tracking import MlflowRegistry, Tracking, changed_params
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
@@ -58,7 +59,9 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(tmp_path: Pa
 def test_a_deleted_experiment_is_refused_with_the_two_ways_out(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path)
     tracking.client.delete_experiment(tracking.experiment_id)
-    with pytest.raises(ResourcesUnavailable, match=r"restore it \(mlflow experiments restore -x \d+\) or choose another"):
+    with pytest.raises(
+        ResourcesUnavailable, match=r"restore it \(mlflow experiments restore -x \d+\) or choose another"
+    ):
         open_tracking(tmp_path)
 
 
@@ -137,7 +140,9 @@ def test_the_light_reader_agrees_with_the_registry_that_mlflow_wrote(tmp_path: P
 def test_a_registry_behind_http_is_read_the_same_way() -> None:
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = {"model_version": {"version": "4", "source": "file:///w", "tags": [{"key": "digest", "value": "abc"}]}}
+            body = {
+                "model_version": {"version": "4", "source": "file:///w", "tags": [{"key": "digest", "value": "abc"}]}
+            }
             self.send_response(200 if "champion" in self.path or "get" in self.path else 404)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())

@@ -1,0 +1,118 @@
+"""What a run opens and must close: the plan's view of the world, Ray, MLflow, and the signals that end it. Apart from the
+runner, because a sweep opens them once for many runs.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from pipelines import cluster, plan
+from pipelines.config import AppConfig, ClusterMode
+from pipelines.console import Console
+from pipelines.plan import Step
+from pipelines.registry import RegistryReader, tracking_uri
+from pipelines.store import Store
+from stages.contract import StageError
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP: unwinds like Ctrl-C, exits with 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class PlanResolver:
+    """`stages.contract.Resolver` on the store's memo and the registry."""
+
+    def __init__(self, store: Store, registry: RegistryReader) -> None:
+        self._store = store
+        self._registry = registry
+
+    def path(self, path: Path) -> str:
+        try:
+            return self._store.path_digest(path)
+        except OSError as error:
+            raise StageError(f"{path}: cannot be read ({error.strerror})") from error
+
+    def model(self, model: str) -> str:
+        return self._registry.resolve(model)[1]
+
+
+def planned(app: AppConfig) -> tuple[list[Step], Store]:
+    """Steps with their actions decided. Light: no ray, no mlflow."""
+    store = Store(app.store_root)
+    registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root), app.tracking.timeout_s)
+    steps = plan.build(app)
+    plan.decide(app, steps, store, PlanResolver(store, registry), registry)
+    store.save_memo()
+    return steps, store
+
+
+class Session:
+    """Ray and MLflow, opened when the first stage needs them and closed once: several runs (a sweep) may share them."""
+
+    def __init__(self, app: AppConfig, console: Console) -> None:
+        self.app = app
+        self.console = console
+        self._stack = contextlib.ExitStack()
+        self._ray = False
+        self._tracking: Any = None
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def warm_up_ray(self) -> None:
+        """Begin to start a local head in the background; `need_ray` waits for it."""
+        if self.app.cluster.mode is ClusterMode.local and not self._ray:
+            cluster.hold(self.app.state_root)
+            self._stack.callback(cluster.release, self.app.state_root)
+            threading.Thread(
+                target=cluster.start_ahead, args=(self.app.cluster, self.app.state_root), daemon=True
+            ).start()
+
+    def need_ray(self) -> None:
+        if not self._ray:
+            self._stack.enter_context(cluster.connect(self.app.cluster, self.app.state_root))
+            self._ray = True
+
+    def tracking(self, experiment: str) -> Any:
+        """The open tracking store. Raises ResourcesUnavailable."""
+        from pipelines.tracking import Tracking
+
+        if self._tracking is None:
+            uri = tracking_uri(self.app.tracking.uri, self.app.state_root)
+            self._tracking = Tracking(uri, self.app.state_root, experiment, self.app.tracking.timeout_s)
+        return self._tracking
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C; a second signal ends the process at once."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(number)
+
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in caught}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
