@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import bare, machine
 from benchmarks.harness import Bench, Check, Result
 
 WORDS = 5_000
@@ -68,7 +68,6 @@ def measure(directory: Path, megabytes: int) -> dict[str, Any]:
 
     from stages.artifacts import Rows
     from stages.clean import CleanConfig, clean
-    from stages.contract import Context
 
     source, output, work = directory / "in", directory / "out", directory / "work"
     source.mkdir()
@@ -82,18 +81,7 @@ def measure(directory: Path, megabytes: int) -> dict[str, Any]:
 
     before = resident_mb("VmRSS")  # with Ray Data loaded: the floor below the peak
     began = time.perf_counter()
-    context = Context(
-        output=output,
-        work=work,
-        state=directory,
-        fingerprint="0" * 64,
-        seed=0,
-        tracker=Silent(),
-        registry=Silent(),
-        progress=lambda fraction, text: None,
-        headline=lambda text: None,
-    )
-    corpus = clean(CleanConfig(), context, Rows(uri=source.as_uri()))
+    corpus = clean(CleanConfig(), bare.context(output, work), Rows(uri=source.as_uri()))
     seconds = time.perf_counter() - began
     facts = corpus.summary()
     steps = {step["step"]: step["rows"] for step in facts["waterfall"]}
@@ -108,13 +96,6 @@ def measure(directory: Path, megabytes: int) -> dict[str, Any]:
     }
     ray.shutdown()
     return found
-
-
-class Silent:
-    """A tracker and a registry that keep nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
 
 
 def resident_mb(name: str) -> float:
