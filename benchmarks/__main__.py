@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Bench, summary, write
+from benchmarks import machine
+from benchmarks.harness import BUSY_LIMIT, Bench, summary, write
 from benchmarks.machine import ROOT, python
 
 BENCHES = {
@@ -26,6 +27,7 @@ BENCHES = {
     "quickstart": 900,
 }
 """Module with `run(bench) -> list[Result]` -> seconds after which it is ended; short ones first."""
+QUIET_WAIT_S = 60.0
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / ".raykeel" / "benchmarks"
 
@@ -62,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(name: str, quick: bool, pairs: int | None, directory: Path) -> None:
-    bench = Bench(name, quick=quick, pairs=pairs)
+    background = machine.wait_quiet(0.0 if quick else QUIET_WAIT_S, BUSY_LIMIT)
+    bench = Bench(name, quick=quick, pairs=pairs, background=background)
     for result in importlib.import_module(f"benchmarks.{name}").run(bench):
         write(result, directory)
 

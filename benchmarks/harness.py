@@ -89,11 +89,12 @@ class Result:
 class Bench:
     """What a bench is given: its sizes, a voice, and the two ways to make a Result."""
 
-    def __init__(self, name: str, *, quick: bool, pairs: int | None, quiet_wait_s: float = 60.0) -> None:
+    def __init__(self, name: str, *, quick: bool, pairs: int | None, background: Mapping[str, float]) -> None:
+        """`background` is what `machine.wait_quiet` found."""
         self.name, self.quick, self._pairs = name, quick, pairs
         self._started = time.monotonic()
         self._cpu = machine.CpuTimes.now()
-        self._background = machine.wait_quiet(0.0 if quick else quiet_wait_s, BUSY_LIMIT)
+        self._background = dict(background)
 
     def pairs(self, default: int, quick: int = 2) -> int:
         """How many pairs: as typed, else the bench's own number."""

@@ -73,7 +73,7 @@ class CpuTimes:
     def steal_since(self) -> float:
         """Share of all cores that the hypervisor took since this moment."""
         now = CpuTimes.now()
-        return (now.steal - self.steal) / max(now.total - self.total, 1e-9)
+        return (now.steal - self.steal) / max(now.total - self.total, 1.0)
 
 
 def wait_quiet(timeout_s: float, busy_limit: float) -> dict[str, float]:

@@ -1,0 +1,243 @@
+"""The arithmetic of verdicts against numbers worked out by hand, the promise that documents quote what was measured, and
+the shape of committed results."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness, machine, quote
+from benchmarks.harness import Bench, Check, Pair, Result, number, paired_verdict, ratio_of, summary
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+IDLE = {"load_average": 0.1, "busy": 0.02}
+
+
+def busy() -> Bench:
+    return Bench("test", quick=False, pairs=None, background={"load_average": 3.0, "busy": 0.9})
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench("test", quick=False, pairs=None, background=IDLE)
+
+
+def pairs_of(*ratios: float) -> list[Pair]:
+    return [Pair("AB", 2.0, 2.0 * ratio) for ratio in ratios]
+
+
+def test_the_ratio_is_the_geometric_mean_with_a_t_interval_on_logarithms_below_six_pairs() -> None:
+    ratio, interval = ratio_of(pairs_of(0.9, 1.0, 1.1))
+    assert ratio == pytest.approx(0.99 ** (1 / 3))
+    logs = [math.log(x) for x in (0.9, 1.0, 1.1)]
+    mean = sum(logs) / 3
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / 2)
+    half = 4.302653 * deviation / math.sqrt(3)  # t(0.975, 2 degrees of freedom), from a table
+    assert interval == pytest.approx((math.exp(mean - half), math.exp(mean + half)), rel=1e-4)
+
+
+def test_from_six_pairs_on_the_interval_is_a_bootstrap_that_lies_within_the_pairs() -> None:
+    ratios = (0.95, 0.97, 0.99, 1.01, 1.03, 1.05)
+    ratio, interval = ratio_of(pairs_of(*ratios))
+    assert interval is not None
+    low, high = interval
+    assert 0.95 < low < ratio < high < 1.05
+    # The mean of six has a sixth of the variance: about 0.99 * 1.96 * 0.0347 / sqrt(6) on both sides.
+    assert high - low == pytest.approx(2 * 1.96 * 0.0347 / math.sqrt(6), rel=0.15)
+    assert ratio_of(pairs_of(*ratios)) == (ratio, interval)
+
+
+def test_one_pair_decides_nothing() -> None:
+    ratio, interval = ratio_of(pairs_of(0.5))
+    assert (ratio, interval) == (pytest.approx(0.5), None)
+    assert paired_verdict(ratio, interval, None, 0.03, "higher") == "UNDECIDED"
+
+
+@pytest.mark.parametrize(
+    ("interval", "floor", "better", "verdict"),
+    [
+        ((0.98, 1.02), None, "higher", "EQUIVALENT"),
+        ((0.99, 1.10), None, "higher", "UNDECIDED"),
+        ((1.01, 1.10), None, "higher", "SMALL"),
+        ((1.05, 1.10), None, "higher", "FASTER"),
+        ((1.05, 1.10), None, "lower", "SLOWER"),
+        ((0.80, 0.90), None, "higher", "SLOWER"),
+        ((0.80, 0.90), None, "lower", "FASTER"),
+        ((0.80, 0.90), 0.30, "higher", "UNDECIDED"),
+    ],
+)
+def test_a_verdict_says_no_more_than_the_interval_and_the_noise_floor_allow(
+    interval: tuple[float, float], floor: float | None, better: str, verdict: str
+) -> None:
+    assert paired_verdict(math.sqrt(interval[0] * interval[1]), interval, floor, 0.03, better) == verdict
+
+
+def compare(bench: Bench, pairs: list[Pair], **more: object) -> Result:
+    arms = {"A": "one", "B": "other"}
+    return bench.compare("x", "?", unit="s", better="higher", arms=arms, pairs=pairs, margin=0.03, **more)  # type: ignore[arg-type]
+
+
+def test_a_failed_check_makes_a_comparison_invalid_whatever_its_numbers(bench: Bench) -> None:
+    pairs = pairs_of(1.0, 1.0, 1.001)
+    assert compare(bench, pairs).verdict == "EQUIVALENT"
+    assert compare(bench, pairs, gate=[Check("same losses", False, "step 3 differs")]).verdict == "INVALID"
+    assert compare(busy(), pairs).verdict == "INVALID"
+
+
+def test_the_floor_is_the_half_width_of_the_interval_of_equal_arms(bench: Bench) -> None:
+    result = compare(bench, pairs_of(1.5, 1.5), floor_pairs=pairs_of(1.0, 1.02))
+    _, around = ratio_of(pairs_of(1.0, 1.02))
+    assert around is not None
+    assert result.floor == pytest.approx(max(around[1], 1 / around[0]) - 1)
+    assert result.level == "indicative"
+
+
+def test_a_limit_bounds_the_ratio_or_the_median(bench: Bench) -> None:
+    assert compare(bench, pairs_of(0.98, 0.98), limit=0.97).limit_met is True
+    assert compare(bench, pairs_of(0.96, 0.96), limit=0.97).limit_met is False
+    assert bench.value("x", "?", unit="s", values=[1.0, 9.0, 2.0], limit=2.0).verdict == "PASS"
+    assert bench.value("x", "?", unit="s", values=[2.1], limit=2.0).verdict == "FAIL"
+    assert bench.value("x", "?", unit="s", values=[2.1]).verdict == "INFO"
+
+
+def test_a_limit_broken_on_a_busy_machine_proves_nothing_and_one_kept_there_is_kept() -> None:
+    assert busy().value("x", "?", unit="s", values=[2.1], limit=2.0).verdict == "INVALID"
+    assert busy().value("x", "?", unit="s", values=[1.9], limit=2.0).verdict == "PASS"
+
+
+def test_arms_are_measured_in_alternating_order(bench: Bench) -> None:
+    calls: list[str] = []
+
+    def arm(name: str) -> float:
+        calls.append(name)
+        return 1.0
+
+    pairs = bench.alternate(3, lambda: arm("A"), lambda: arm("B"))
+    assert "".join(calls) == "ABBAAB"
+    assert [pair.order for pair in pairs] == ["AB", "BA", "AB"]
+
+
+def test_memory_counts_a_grandchild_whose_parent_is_gone() -> None:
+    script = (
+        "import subprocess, sys, time\n"
+        "child = 'import sys, time; keep = bytearray(64_000_000); print(len(keep), flush=True); time.sleep(60)'\n"
+        "p = subprocess.Popen([sys.executable, '-c', child], stdout=subprocess.PIPE)\n"
+        "p.stdout.readline(); print(p.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    try:
+        processes = machine.Processes()
+        processes.add(parent.pid)
+        assert processes.pss_mb() > 64
+        parent.kill()
+        parent.wait()
+        assert [p.pid for p in processes.alive()] == [grandchild]
+        assert 64 < processes.pss_mb() < 100
+    finally:
+        os.kill(grandchild, 9)
+
+
+def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '77']).pid, flush=True); import time; time.sleep(77)"
+    )
+    with pytest.raises(RuntimeError, match="took more than"):
+        machine.run([sys.executable, "-c", script], tmp_path / "log", os.environ, timeout_s=1.5)
+    child = int((tmp_path / "log").read_text().split()[0])
+    time.sleep(0.2)
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+# What is quoted
+
+
+def write(directory: Path, **values: object) -> None:
+    bench = Bench("test", quick=False, pairs=None, background=IDLE)
+    result = bench.value("speed", "?", unit="s", values=[0.5], limit=1.0, details={"more": {"deep": 12.3456}})
+    harness.write(dataclasses.replace(result, **values), directory)  # type: ignore[arg-type]
+
+
+def test_quotes_are_rewritten_from_the_results_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    text = "It took <!-- bench:speed:summary -->9 s<!-- /bench -->, 9 s, <!-- bench:speed:details.more.deep --><!-- /bench -->."
+    write(tmp_path)
+    assert quote.rewritten(text, tmp_path) == (
+        "It took <!-- bench:speed:summary -->0.500 s (limit 1.00) PASS<!-- /bench -->, 9 s, "
+        "<!-- bench:speed:details.more.deep -->12.3<!-- /bench -->."
+    )
+
+
+@pytest.mark.parametrize("values", [{"quick": True}, {"verdict": "INVALID"}, None])
+def test_a_missing_quick_or_invalid_result_is_never_quoted(tmp_path: Path, values: dict[str, object] | None) -> None:
+    if values:
+        write(tmp_path, **values)
+    assert quote.quoted("speed", "summary", tmp_path) == "not measured here yet"
+
+
+@pytest.mark.parametrize("path", quote.documents(), ids=lambda p: p.name)
+def test_every_number_that_a_document_quotes_is_the_one_in_its_result(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert quote.rewritten(text) == text, "run python -m benchmarks.quote"
+    assert text.count("<!-- bench:") == text.count("<!-- /bench -->") == len(quote.MARK.findall(text))
+
+
+def test_every_quoted_result_is_one_that_a_bench_makes() -> None:
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    for path in quote.documents():
+        for match in quote.MARK.finditer(path.read_text("utf-8")):
+            assert f'"{match["name"]}"' in sources, f"{path.name}: no bench makes {match['name']}"
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
+def test_a_committed_result_is_whole_quiet_and_names_no_machine(path: Path) -> None:
+    text = path.read_text("utf-8")
+    result = json.loads(text)
+    assert set(result) == {field.name for field in dataclasses.fields(Result)}
+    assert result["name"] == path.stem
+    assert not result["quick"]
+    assert result["schema"] == harness.SCHEMA
+    assert result["verdict"] in {
+        "EQUIVALENT",
+        "FASTER",
+        "SLOWER",
+        "SMALL",
+        "UNDECIDED",
+        "PASS",
+        "FAIL",
+        "INFO",
+        "INVALID",
+    }
+    assert (result["ratio"] is None) != (result["median"] is None)
+    assert socket.gethostname() not in text
+    assert not re.search(r"/(home|root|tmp|work|usr)/", text)
+    if result["pairs"]:
+        ratio, interval = ratio_of([Pair(**pair) for pair in result["pairs"]])
+        assert result["ratio"] == pytest.approx(ratio)
+        assert result["interval"] == pytest.approx(interval)
+
+
+def test_numbers_are_shown_with_three_digits_and_a_summary_with_its_verdict() -> None:
+    assert [number(x) for x in (0.0, 0.01234, 0.9994, 12.345, 1234.5)] == ["0", "0.0123", "0.999", "12.3", "1234"]
+    shown = {"ratio": 0.99, "interval": [0.95, 1.031], "level": "indicative", "verdict": "UNDECIDED"}
+    assert summary(shown) == "0.990 [0.950, 1.03] UNDECIDED, indicative"
+
+
+@pytest.mark.slow
+def test_a_bench_runs_from_the_command_line_and_writes_its_result(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "orchestration", "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "orchestration_seconds_per_stage.json").read_text())
+    assert result["quick"] and result["median"] > 0
+    assert "orchestration_seconds_per_stage" in done.stdout
