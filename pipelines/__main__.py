@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 configuration, 2 stage failed, 3 gate refused, 4 awaiting ap
 """
 
 import argparse
+import itertools
 import logging
 import os
 import re
@@ -206,10 +207,10 @@ def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
     endpoint = cluster.endpoint_record(app.state_root)
     if endpoint is None:
         raise ResourcesUnavailable("nothing is served by this project now: make run starts an endpoint")
-    console.out.print(text, end="", markup=False, style="dim")
-    for piece in stream_answer(endpoint["base_url"], text):
-        console.out.print(piece, end="", markup=False)
-    console.out.print()
+    # Straight to stdout: a model's text is neither wrapped nor coloured, and each piece shows as it comes.
+    for piece in itertools.chain([text], stream_answer(endpoint["base_url"], text), ["\n"]):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
     return 0
 
 

@@ -1,0 +1,178 @@
+"""What people and machines do wrong, through the command line: one message, the right exit code, nothing half published."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines.config import ROOT
+from tests.e2e.project import SMALL, Project
+
+DATA = ["run.until=ingest", "run.limit=50"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    project = Project(tmp_path / "state")
+    yield project
+    project.cli("down", check=None)
+
+
+def records(project: Project) -> set[str]:
+    """Names of the stages that have a published result."""
+    found = (project.state / "store" / "records").glob("*.json")
+    return {json.loads(path.read_text())["payload"]["stage"] for path in found}
+
+
+def test_an_unknown_key_exits_with_1_and_starts_nothing(project: Project) -> None:
+    printed = project.cli("run", "stages.train.learning_rat=1", check=1)
+    assert printed.splitlines()[-1] == "raykeel exited with code 1"
+    assert "did you mean 'learning_rate'" in printed and "Traceback" not in printed
+    assert not (project.state / "store").exists()
+
+
+def test_a_missing_source_exits_with_1(project: Project) -> None:
+    printed = project.cli("run", "ingest=files", "stages.ingest.source.path=nowhere.jsonl", check=1)
+    assert "nowhere.jsonl" in printed
+    assert not (project.state / "store").exists()
+
+
+def test_broken_lines_above_one_percent_exit_with_2_and_name_them(project: Project, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "fine"}\n{"text": "CANARY broken\n' + '{"text": "fine too"}\n' * 8)
+    printed = project.cli("run", "ingest=files", f"stages.ingest.source.path={rows}", "run.until=ingest", check=2)
+    assert "2" in printed and "CANARY" not in printed and "raykeel exited with code 2" in printed
+    assert records(project) == set()
+
+
+def test_an_absent_mlflow_server_exits_with_5_within_15_seconds(project: Project) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    begun = time.monotonic()
+    printed = project.cli("run", *DATA, "tracking=server", f"tracking.uri=http://127.0.0.1:{port}", check=5)
+    assert time.monotonic() - begun < 15
+    assert "no MLflow server answers" in printed and records(project) == set()
+
+
+def test_a_state_directory_that_cannot_be_written_exits_with_1(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    project = Project(tmp_path / "file" / "state")
+    printed = project.cli("run", *DATA, check=1)
+    assert "cannot be written" in printed and str(project.state) in printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_disk_without_room_is_named_before_anything_starts(project: Project, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        printed = project.cli("run", *DATA, f"store.root={small}/store", check=5)
+        assert "MB free" in printed and str(small) in printed
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_dead_attach_address_exits_with_5_and_says_where_it_came_from(project: Project) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    begun = time.monotonic()
+    printed = project.cli(
+        "run", "run.limit=50", "run.until=clean", "cluster=attach", f"cluster.address=127.0.0.1:{port}", check=5
+    )
+    assert time.monotonic() - begun < 30
+    assert "nothing answers there" in printed and "from the config" in printed
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_more_workers_than_the_cluster_has_exits_with_5_and_leaves_no_training(project: Project) -> None:
+    project.cli("run", *SMALL, "run.until=tokenize")
+    printed = project.cli("run", *SMALL, "run.until=train", "stages.train.resources.workers=64", check=5)
+    assert "needs 64" in printed and "stages.train.resources.workers" in printed
+    assert "train" not in records(project)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.faults
+def test_ctrl_c_in_training_ends_in_15_seconds_and_what_served_still_serves(project: Project) -> None:
+    project.cli("run", *SMALL)
+    served = project.ready()
+    run = start(project, *SMALL, "stages.train.max_steps=5000")
+    wait_for_step(project, run)
+    begun = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=15) == 130
+    assert time.monotonic() - begun < 15
+    assert project.ready() == served
+    assert list((project.state / "store" / "staging").iterdir()) == []
+    assert list((project.state / "store" / "leases").glob("*.json")) == []
+    assert not training_processes(project)
+    killed = [r for r in project.runs("quickstart") if r.info.status == "KILLED"]
+    assert {r.data.tags["mlflow.runName"].split()[0] for r in killed} == {"quickstart", "train"}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_killed_driver_resumes_and_ends_with_the_weights_of_an_undisturbed_run(
+    project: Project, tmp_path: Path
+) -> None:
+    options = [*SMALL, "run.until=train", "stages.train.max_steps=60", "stages.train.resources.checkpoint_every=5"]
+    run = start(project, *options)
+    wait_for_step(project, run, at_least=12)
+    run.kill()
+    run.wait()
+    assert "train" not in records(project)  # the control: it was killed in the middle
+    project.cli("run", *options)
+    other = Project(tmp_path / "other")
+    try:
+        other.cli("run", *options)
+    finally:
+        other.cli("down", check=None)
+
+    def digest(of: Project) -> str:
+        found = [json.loads(p.read_text()) for p in (of.state / "store" / "records").glob("*.json")]
+        return str(next(r["digest"] for r in found if r["payload"]["stage"] == "train"))
+
+    assert digest(project) == digest(other)
+    assert "RUNNING" not in {r.info.status for r in project.runs("quickstart")}
+
+
+def start(project: Project, *overrides: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "pipelines", "run", f"state={project.state}", *overrides]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_step(project: Project, run: "subprocess.Popen[bytes]", at_least: int = 2) -> None:
+    """Until training has written its n-th line of metrics."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert run.poll() is None, "the run ended before it trained"
+        lines = [
+            line for path in project.state.glob("store/work/*/metrics.jsonl") for line in path.read_text().splitlines()
+        ]
+        if sum('"loss"' in line for line in lines) >= at_least:
+            return
+        time.sleep(0.2)
+    raise AssertionError("training did not begin")
+
+
+def training_processes(project: Project) -> list[str]:
+    """Names of Ray's training workers below this project's head."""
+    names = [
+        child.name() + " ".join(child.cmdline()[:1]) for child in psutil.Process(project.head).children(recursive=True)
+    ]
+    return [name for name in names if "RayTrainWorker" in name or "TrainController" in name]
