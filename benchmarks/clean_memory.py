@@ -38,6 +38,7 @@ def run(bench: Bench) -> list[Result]:
             unit="MB",
             values=[found["peak_mb"]],
             limit=LIMIT_MB,
+            needs_quiet=False,
             gate=[Check("every row stayed or left with a reason", found["rows_in"] == found["rows_seen"], str(found))],
             details=found,
         )

@@ -166,15 +166,17 @@ class Bench:
         better: str = "lower",
         values: Sequence[float],
         limit: float | None = None,
+        needs_quiet: bool = True,
         gate: Sequence[Check] = (),
         details: Mapping[str, Any] | None = None,
     ) -> Result:
-        """A Result of one quantity. A limit kept on a busy machine is kept; one that is broken there proves nothing."""
+        """A Result of one quantity. A limit kept on a busy machine is kept; one that is broken there proves nothing,
+        unless the quantity does not depend on how busy the machine is (`needs_quiet` false)."""
         median = statistics.median(values)
         met = None if limit is None else (median >= limit if better == "higher" else median <= limit)
         checks, quiet = list(gate), self._checks()
         verdict = "INFO" if met is None else "PASS" if met else "FAIL"
-        needed = checks if met else [*checks, *quiet]
+        needed = checks if met or not needs_quiet else [*checks, *quiet]
         return self._result(
             name=name,
             question=question,

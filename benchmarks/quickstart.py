@@ -50,6 +50,7 @@ def run(bench: Bench) -> list[Result]:
             unit="MB",
             values=[first["peak_mb"]],
             limit=6000,
+            needs_quiet=False,
             details={"processes_at_peak": first["processes"], "sampled_every_s": 0.5},
         ),
         bench.value(
@@ -58,6 +59,7 @@ def run(bench: Bench) -> list[Result]:
             unit="bits/byte",
             values=[report["metrics"]["bits_per_byte"]],
             limit=2.3,
+            needs_quiet=False,
             details={"baselines": {name: b.get("bits_per_byte") for name, b in report["baselines"].items()}},
         ),
         bench.value(
@@ -74,6 +76,7 @@ def run(bench: Bench) -> list[Result]:
             unit="libraries",
             values=[len(heavy)],
             limit=0,
+            needs_quiet=False,
             gate=[idle],
             details={"loaded": heavy, "looked_for": list(HEAVY)},
         ),

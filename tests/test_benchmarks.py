@@ -112,6 +112,7 @@ def test_a_limit_bounds_the_ratio_or_the_median(bench: Bench) -> None:
 def test_a_limit_broken_on_a_busy_machine_proves_nothing_and_one_kept_there_is_kept() -> None:
     assert busy().value("x", "?", unit="s", values=[2.1], limit=2.0).verdict == "INVALID"
     assert busy().value("x", "?", unit="s", values=[1.9], limit=2.0).verdict == "PASS"
+    assert busy().value("x", "?", unit="bits", values=[2.1], limit=2.0, needs_quiet=False).verdict == "FAIL"
 
 
 def test_arms_are_measured_in_alternating_order(bench: Bench) -> None:
