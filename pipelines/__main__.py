@@ -216,7 +216,7 @@ def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
 
 def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
     from pipelines.config import redacted
-    from pipelines.registry import tracking_uri
+    from pipelines.registry import RegistryReader, tracking_uri
 
     app = compose(overrides, conf)
     uri = tracking_uri(app.tracking.uri, app.state_root)
@@ -226,7 +226,14 @@ def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
     if not Path(uri.removeprefix("sqlite:///")).exists():
         raise ConfigError("there is no MLflow store yet: make run makes one")
     port = os.environ.get("PORT", "5000")
-    console.line(f"MLflow on {uri}: http://127.0.0.1:{port} (Ctrl-C ends it; another port: make ui PORT=5001)")
+    # MLflow's own start page is for chat traces; this part of the address opens it on runs and curves.
+    view = "?workflowType=machine_learning"
+    rows = [("all runs", f"http://127.0.0.1:{port}/#/experiments{view}")]
+    if latest := RegistryReader(uri).latest_run():
+        experiment, run_id, name = latest
+        rows.insert(0, (name, f"http://127.0.0.1:{port}/#/experiments/{experiment}/runs/{run_id}{view}"))
+    console.table(rows)
+    console.line("Ctrl-C ends it; another port: make ui PORT=5001")
     os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false")
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # four idle worker processes that nothing here uses
     mlflow = [

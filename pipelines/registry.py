@@ -74,6 +74,15 @@ class RegistryReader:
             )
         return str(source), str(digest)
 
+    def latest_run(self) -> tuple[str, str, str] | None:
+        """(experiment id, run id, name) of the newest pipeline run in a local store, or None."""
+        rows = self._query(
+            "SELECT r.experiment_id, r.run_uuid, r.name FROM runs r JOIN tags t ON t.run_uuid = r.run_uuid"
+            " WHERE t.key = 'raykeel.kind' AND t.value = 'pipeline' ORDER BY r.start_time DESC LIMIT 1",
+            (),
+        )
+        return (str(rows[0][0]), str(rows[0][1]), str(rows[0][2])) if rows else None
+
     def _name_and_version(self, model: str) -> tuple[str, int]:
         rest = model.removeprefix("models:/")
         if "@" in rest:

@@ -48,9 +48,12 @@ class Facts:
     def verdict(self) -> str:
         if self.status != "FINISHED":
             return f"{self.status}: {self.problem}"
-        if self.of(ProbeReport):
-            return "PASSED: trained, judged, registered, served and asked over HTTP"
-        return "FINISHED: every stage asked for is published"
+        bits = self.of(EvalReport).get("metrics", {}).get("bits_per_byte")
+        score = f"{bits:.2f} bits per byte, " if bits is not None else ""
+        version = self.of(ModelVersion)
+        if self.of(ProbeReport) and version:
+            return f"PASSED: {score}registered as {version['name']}@{version['version']}, served and asked over HTTP"
+        return f"FINISHED: {score}every stage asked for is published"
 
 
 def log(app: AppConfig, steps: list[Step], store: Store, parent: Any, status: str, problem: str, command: str) -> None:

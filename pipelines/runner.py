@@ -54,6 +54,7 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}", {"raykeel.kind": "pipeline", **(tags or {})}
     )
     outcome.run_id = parent.run_id
+    parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command})
     status, problem = "FAILED", "an unexpected error"
     try:
         _Execution(app, session, store, steps, outcome, parent).all()

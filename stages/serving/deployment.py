@@ -34,6 +34,7 @@ class Replica:
     sends no request to one that would answer wrongly. A plain class: Serve wraps it in `application` alone."""
 
     def __init__(self, deployed: Deployed, load_timeout_s: float) -> None:
+        listen_on_loopback()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from stages.serving.app import build_app
 
@@ -54,6 +55,15 @@ class Replica:
         """Called by Serve every few seconds; raising makes it replace this process."""
         if not self._app.engine.alive:
             raise RuntimeError("the model's thread is dead or stuck")
+
+
+def listen_on_loopback() -> None:
+    """A replica opens a port for calls of other deployments, on all interfaces, that unpickles what it is sent and asks
+    for no token. Nothing here calls it, so it is bound where only this machine can."""
+    from ray.serve._private import replica
+
+    bind = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))
 
 
 def trial(directory: str, threads: int) -> dict[str, Any]:

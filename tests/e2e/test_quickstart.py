@@ -53,6 +53,17 @@ def test_ask_prints_the_answer(project: Project, quickstart: str) -> None:
     assert answer.startswith("os.path.join(") and len(answer) > len("os.path.join(\n")
 
 
+def test_nothing_of_this_project_listens_outside_this_machine(project: Project, quickstart: str) -> None:
+    family = [psutil.Process(project.head), *psutil.Process(project.head).children(recursive=True)]
+    listening = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for process in family
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
 def test_a_second_run_reuses_everything_starts_no_ray_and_writes_no_mlflow_run(
     project: Project, quickstart: str
 ) -> None:
