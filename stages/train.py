@@ -5,8 +5,8 @@ process), watches `metrics.jsonl` while it does, and takes over the exported mod
 
     driver --(task)--> fit() --> controller --> one worker a rank, each calling `loop.run`
 
-`fit()` runs in a task of its own, because in a driver's main thread it takes Ctrl-C for itself; cancelling the task
-delivers the same Ctrl-C there, upon which Ray Train takes down its workers and their placement group.
+`fit()` runs in a task of its own: in a driver's main thread it would take Ctrl-C for itself, and what it started dies
+with its process.
 """
 
 import math
@@ -26,7 +26,7 @@ from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, Recipe
 from stages.training.follow import METRICS, Follower
 from stages.training.preflight import require_cpus
 
-REFUSED, TRACES = "refused.txt", "traces"
+REFUSED, TRACES, PLACED = "refused.txt", "traces", "placement_group"
 POLL_S = 0.25
 
 
@@ -184,6 +184,7 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
         fields=("stages.train.resources.workers", "stages.train.resources.cpus_per_worker"),
     )
     shutil.rmtree(job.work / TRACES, ignore_errors=True)
+    (job.work / PLACED).unlink(missing_ok=True)
     ctx.progress(0.0, f"starting {resources.workers} workers")
     fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_fit)
     outcome = fit.remote(job, resources, ctx.fingerprint)
@@ -194,7 +195,7 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
                 raise StageError((job.work / REFUSED).read_text("utf-8"))
         error = ray.get(outcome)
     except BaseException:
-        _take_down(outcome)
+        _take_down(outcome, job.work)
         raise
     report.poll()
     if (job.work / REFUSED).exists():
@@ -203,14 +204,17 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
         raise StageError(f"{error}; the workers' tracebacks are in {job.work / TRACES}")
 
 
-def _take_down(outcome: Any) -> None:
-    """Cancel `fit()` and wait until it has taken its workers down; after ten seconds kill it."""
+def _take_down(outcome: Any, work: Path) -> None:
+    """Kill the process of `fit()`: the controller dies with its owner and the workers with theirs, within half a second.
+    Their placement group would stay until this driver ends, so it is removed by the id that the workers left (one that was
+    still being filled does end with the driver)."""
     import ray
+    from ray.util.placement_group import PlacementGroup
 
-    for force in (False, True):
-        ray.cancel(outcome, force=force, recursive=False)
-        if ray.wait([outcome], timeout=10)[0]:
-            return
+    ray.cancel(outcome, force=True, recursive=False)
+    ray.wait([outcome], timeout=5)
+    if (work / PLACED).exists():
+        ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex((work / PLACED).read_text())))
 
 
 def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
@@ -222,10 +226,17 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     )
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
     from ray.train.v2.api.config import LoggingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-    trainer = TorchTrainer(
+    class Trainer(TorchTrainer):  # type: ignore[misc]
+        """Without the detached cleaner: it asks a dashboard whether the controller lives, and without one stays for ever."""
+
+        def _create_default_callbacks(self) -> list[Any]:
+            return [c for c in super()._create_default_callbacks() if not isinstance(c, PlacementGroupCleanerCallback)]
+
+    trainer = Trainer(
         _worker,
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend="gloo", timeout_s=resources.collective_timeout_s),
@@ -245,8 +256,6 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     except WorkerGroupError as error:
         causes = {rank: str(cause).strip().splitlines()[-1:] for rank, cause in error.worker_failures.items()}
         return "training workers failed: " + "; ".join(f"rank {r}: {' '.join(c)}" for r, c in sorted(causes.items()))
-    except (SystemExit, KeyboardInterrupt):  # cancelled: Ray Train has aborted the run and wants to end this process
-        return "training was cancelled"
     except TrainingFailedError as error:
         return "training could not start: " + str(error).strip().splitlines()[-1]
     return None
@@ -260,9 +269,13 @@ def _torchrun_environment(resources: TrainResources) -> dict[str, str]:
 def _worker(config: Mapping[str, Any]) -> None:
     """One rank under Ray Train. Only the death of a process is worth another try: any other error would come again, so it
     is left in a file that makes the driver stop at once."""
+    import ray
+
     from stages.training.loop import run
 
     job: Job = config["job"]
+    if os.environ.get("RANK", "0") == "0":
+        (job.work / PLACED).write_text(ray.util.get_current_placement_group().id.hex())
     try:
         run(job)
     except Exception as error:
