@@ -31,7 +31,11 @@ def field_docs(cls: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for item, after in zip(body.body, [*body.body[1:], None], strict=True):
-            if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            if (
+                isinstance(item, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
                 docs[ast.unparse(item.target)] = " ".join(str(after.value.value).split())
     return docs
 
@@ -46,7 +50,9 @@ def rows(cls: type, prefix: str) -> list[str]:
         kind = hints[field.name]
         nested = next((a for a in (*typing.get_args(kind), kind) if dataclasses.is_dataclass(a)), None)
         default = "" if nested else f"`{_default(field)}`"
-        lines.append(f"| `{prefix}.{field.name}` | {_kind(kind)} | {default} | {docs.get(field.name, '').replace('|', chr(92) + '|')} |")
+        lines.append(
+            f"| `{prefix}.{field.name}` | {_kind(kind)} | {default} | {docs.get(field.name, '').replace('|', chr(92) + '|')} |"
+        )
         if nested:
             lines += rows(typing.cast(type, nested), f"{prefix}.{field.name}")
     return lines
