@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import ROOT, AppConfig, compose, compose_node, expand_sweep
+from pipelines.config import ROOT, AppConfig, compose, compose_node, expand_sweep, redacted
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 
@@ -143,7 +143,7 @@ def _config(console: Console, overrides: list[str], conf: str | None) -> int:
     from omegaconf import OmegaConf
 
     node = compose_node(overrides, conf)
-    console.line(OmegaConf.to_yaml(node, resolve=True).rstrip())
+    console.line(redacted(OmegaConf.to_yaml(node, resolve=True).rstrip()))
     return 0
 
 
@@ -215,7 +215,6 @@ def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines.config import redacted
     from pipelines.registry import RegistryReader, tracking_uri
 
     app = compose(overrides, conf)
@@ -283,7 +282,7 @@ def _as_typed(command: str, overrides: list[str]) -> str:
     """The make command line that repeats this run."""
     import shlex
 
-    return " ".join(["make", command, *(shlex.quote(o) for o in overrides)])
+    return redacted(" ".join(["make", command, *(shlex.quote(o) for o in overrides)]))
 
 
 def _log_to_file(app: AppConfig) -> None:

@@ -208,7 +208,11 @@ def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **_private_environment(state)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+                **_private_environment(state),
+            },
         )
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:

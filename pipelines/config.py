@@ -6,7 +6,7 @@ wrong type dies at composition. What Hydra lets pass (`+key=`, the word None) is
 
 import dataclasses
 import enum
-import urllib.parse
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,9 @@ class AppConfig:
         return (ROOT / Path(self.store.root).expanduser()).resolve() if self.store.root else self.state_root / "store"
 
 
-def redacted(uri: str) -> str:
-    """A URI without user name and password."""
-    parts = urllib.parse.urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def redacted(text: str) -> str:
+    """The text with user name and password taken out of every URI in it: for whatever is printed or recorded."""
+    return re.sub(r"(\w+://)[^/\s'\"]*@", r"\1", text)
 
 
 def register_schemas() -> None:

@@ -201,7 +201,7 @@ class Run:
                 self._sender.send(line)
                 self._sender.error = None
             except Exception as error:
-                self._sender.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self._sender.error = redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 closing = closing or line["op"] == "end" or any(item is None for item in list(self._queue.queue))
                 if closing:
                     return

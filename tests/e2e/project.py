@@ -22,11 +22,35 @@ SMALL = [
 ]
 
 
+WATCH = """
+import sys
+
+def note(event, arguments):
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        with open({log!r}, "a") as log:
+            log.write(str(arguments[1][0]) + "\\n")
+
+sys.addaudithook(note)
+"""
+
+
 @dataclass
 class Project:
     """A state root of its own: nothing it does meets another clone or what this machine serves."""
 
     state: Path
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """An environment in which every Python process notes where it connects to."""
+        hook = self.state.parent / "hook"
+        hook.mkdir(exist_ok=True)
+        (hook / "sitecustomize.py").write_text(WATCH.format(log=str(self.connections)))
+        return {"PYTHONPATH": str(hook)}
+
+    @property
+    def connections(self) -> Path:
+        return self.state.parent / "connections.log"
 
     def cli(self, command: str, *overrides: str, check: int | None = 0, env: dict[str, str] | None = None) -> str:
         run = subprocess.run(
@@ -35,7 +59,7 @@ class Project:
             capture_output=True,
             text=True,
             timeout=280,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **self.watched, **(env or {})},
         )
         if check is not None:
             assert run.returncode == check, f"exit {run.returncode}\n{run.stdout}\n{run.stderr}"

@@ -64,6 +64,12 @@ def test_nothing_of_this_project_listens_outside_this_machine(project: Project, 
     assert listening == {"127.0.0.1"}
 
 
+def test_no_process_connects_to_anything_outside_this_machine(project: Project, quickstart: str) -> None:
+    asked = set(project.connections.read_text().split())
+    assert asked, "the control: connections inside this machine were seen"
+    assert {host for host in asked if not host.startswith("127.") and host not in ("localhost", "::1")} == set()
+
+
 def test_a_second_run_reuses_everything_starts_no_ray_and_writes_no_mlflow_run(
     project: Project, quickstart: str
 ) -> None:

@@ -45,9 +45,7 @@ def test_an_unknown_input_suggests_the_nearest_one() -> None:
 
 
 def test_a_cycle_is_drawn() -> None:
-    with pytest.raises(
-        ConfigError, match="the stages form a cycle: double -> again -> double"
-    ):
+    with pytest.raises(ConfigError, match="the stages form a cycle: double -> again -> double"):
         plan._topological(
             {
                 name: plan.Step(name, plan.STAGES[DoubleConfig], DoubleConfig(inputs={"rows": other}))

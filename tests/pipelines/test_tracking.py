@@ -161,3 +161,4 @@ def test_a_registry_behind_http_is_read_the_same_way() -> None:
 def test_a_uri_is_shown_without_user_and_password() -> None:
     assert redacted("http://bob:secret@host:5000/x") == "http://host:5000/x"
     assert redacted("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert redacted("make run 'tracking.uri=http://bob:p@ss@h' x=a@b") == "make run 'tracking.uri=http://h' x=a@b"
