@@ -1,7 +1,7 @@
 """One maker for each result: a lease with heartbeat and fence. Apart, because it is the only lock the runner takes.
 
 The lease is a file created exclusively; its mtime is the heartbeat. A holder whose process is gone from this host is
-replaced at once, one that stopped beating after `STALE_AFTER_S`. Each holder gets a larger fence number; who publishes
+replaced at once, one on another host after `STALE_AFTER_S` without a beat. Each holder gets a larger fence number; who publishes
 with an old fence is refused, so that a stalled process that wakes up late cannot overwrite its successor's result.
 """
 
@@ -92,6 +92,9 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
+            holder = _read(self.path)
+            if holder is None or holder.get("fence") != self.fence:
+                return  # taken over: the file is our successor's
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.path)
 
@@ -111,8 +114,8 @@ def is_alive(holder: dict[str, Any]) -> bool:
 
 
 def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
-    if holder.get("host") == socket.gethostname() and not is_alive(holder):
-        return True
+    if holder.get("host") == socket.gethostname():
+        return not is_alive(holder)  # a stopped process (Ctrl-Z, a sleeping laptop) still owns its work directory
     return time.time() - path.stat().st_mtime > STALE_AFTER_S
 
 

@@ -35,6 +35,8 @@ class Step:
     """What this stage was last made with: payload and meta (seconds, bytes, run_id)."""
     changes: list[str] = field(default_factory=list)
     """Field-level difference to `last`."""
+    forced: str | None = None
+    """Why it runs although its result may be known: `run.rerun` or `run.rerun_from`."""
 
     @property
     def cost_s(self) -> float | None:
@@ -65,7 +67,7 @@ def build(app: AppConfig) -> list[Step]:
 
 def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, registry: Any) -> None:
     """Fill in action, reason, fingerprint and record of each step. Raises ConfigError when a source is missing."""
-    asked = forced(app, steps)
+    force(app, steps)
     known: dict[str, str] = {}
     for step in steps:
         step.last = store.last(app.name, step.name)
@@ -74,17 +76,23 @@ def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, 
             step.action, step.reason = "unknown", f"until {', '.join(sorted(set(waiting)))} is made"
             continue
         identify(app, step, known, resolver)
-        assert step.fingerprint is not None
-        if step.name in asked:
-            step.action, step.reason = "run", asked[step.name]
-            continue
-        record, broken = store.find(step.fingerprint)
-        moved = world_moved(step, record, store, registry, app.state_root) if record else None
-        if record and moved is None:
-            step.action, step.reason, step.record = "reuse", _since(record), record
-            known[step.name] = record.digest
-        else:
-            step.action, step.reason = "run", broken or moved or why(step)
+        decide_one(app, step, store, registry)
+        if step.record:
+            known[step.name] = step.record.digest
+
+
+def decide_one(app: AppConfig, step: Step, store: Store, registry: Any) -> None:
+    """Run or reuse, for a step whose fingerprint is known."""
+    assert step.fingerprint is not None
+    if step.forced:
+        step.action, step.reason = "run", step.forced
+        return
+    record, broken = store.find(step.fingerprint)
+    moved = world_moved(step, record, store, registry, app.state_root) if record else None
+    if record and moved is None:
+        step.action, step.reason, step.record = "reuse", _since(record), record
+    else:
+        step.action, step.reason = "run", broken or moved or why(step)
 
 
 def identify(app: AppConfig, step: Step, known: dict[str, str], resolver: Resolver) -> None:
@@ -206,19 +214,17 @@ def _apply_limit(app: AppConfig, steps: list[Step]) -> None:
         step.cfg = dataclasses.replace(step.cfg, limit=app.run.limit)  # type: ignore[call-arg]
 
 
-def forced(app: AppConfig, steps: list[Step]) -> dict[str, str]:
-    """Stage -> why it runs although its result may be known."""
+def force(app: AppConfig, steps: list[Step]) -> None:
+    """Mark the steps that run although their results may be known."""
     by_name = {step.name: step for step in steps}
-    asked = {}
     for name in app.run.rerun:
         _known_stage("run.rerun", name, by_name)
-        asked[name] = "asked for by run.rerun"
+        by_name[name].forced = "asked for by run.rerun"
     if app.run.rerun_from is not None:
         _known_stage("run.rerun_from", app.run.rerun_from, by_name)
         for step in steps:
             if app.run.rerun_from in _ancestors(step.name, by_name):
-                asked[step.name] = f"asked for by run.rerun_from={app.run.rerun_from}"
-    return asked
+                step.forced = f"asked for by run.rerun_from={app.run.rerun_from}"
 
 
 def _known_stage(field_name: str, name: str, steps: dict[str, Step]) -> None:

@@ -2,26 +2,22 @@
 the order in which promises are kept: lease, attempt, validation, publication, and only then what MLflow is told.
 """
 
+import contextlib
 import json
-import shutil
-import subprocess
 import time
-import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from pipelines import plan, report
-from pipelines.config import ROOT, AppConfig, plain
-from pipelines.console import StageLine
+from pipelines.attempt import Attempt, free_mb
+from pipelines.config import AppConfig, plain, redacted
+from pipelines.journal import Run
 from pipelines.lease import Lease
 from pipelines.mistakes import ConfigError
 from pipelines.plan import Step
-from pipelines.recorder import Recorder
-from pipelines.registry import RegistryReader, tracking_uri
 from pipelines.session import PlanResolver, Session, Terminated, planned
 from pipelines.store import Record, Store
-from stages.contract import Context, ResourcesUnavailable, StageError
+from stages.artifacts import Artifact
+from stages.contract import ResourcesUnavailable
 
 FREE_DISK_MB = 200
 
@@ -49,14 +45,13 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
     store.sweep_staging()
     if any(step.stage.ray and step.action != "reuse" for step in steps):
         session.warm_up_ray()
-    tracking = session.tracking(app.tracking.experiment or app.name)
-    parent = tracking.start_parent(
-        f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}", {"raykeel.kind": "pipeline", **(tags or {})}
-    )
+    name = f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    parent = session.tracking(app.name).start_parent(name, {"raykeel.kind": "pipeline", **(tags or {})})
     outcome.run_id = parent.run_id
-    parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command})
     status, problem = "FAILED", "an unexpected error"
     try:
+        parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command})
+        parent.log_text(redacted(json.dumps(plain(app), indent=1, sort_keys=True)), "config.json")
         _Execution(app, session, store, steps, outcome, parent).all()
         status, problem = "FINISHED", ""
     except (KeyboardInterrupt, Terminated):
@@ -70,61 +65,47 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         parent.close(status)
         if parent.failed:
             console.warn(f"MLflow: {parent.failed}")
-        store.save_memo()
+        with contextlib.suppress(OSError):
+            store.save_memo()
     return outcome
 
 
-@dataclass
 class _Execution:
     """One pass over the steps of one run."""
 
-    app: AppConfig
-    session: Session
-    store: Store
-    steps: list[Step]
-    outcome: Outcome
-    parent: Any
+    def __init__(
+        self, app: AppConfig, session: Session, store: Store, steps: list[Step], outcome: Outcome, parent: Run
+    ) -> None:
+        self.app, self.session, self.store = app, session, store
+        self.steps, self.outcome, self.parent = steps, outcome, parent
+        self.resolver = PlanResolver.of(app, store)
+        self.known: dict[str, str] = {}
+        """Step -> content digest of its result."""
 
     def all(self) -> None:
-        known: dict[str, str] = {}
-        reader = RegistryReader(tracking_uri(self.app.tracking.uri, self.app.state_root))
-        resolver = PlanResolver(self.store, reader)
+        """Each step in order: decide if that had to wait, reuse or make, remember."""
         width = max(len(step.name) for step in self.steps)
         for step in self.steps:
             if step.action == "unknown":
-                self._decide_late(step, known, resolver, reader)
-            if step.action == "reuse":
-                assert step.record is not None
-                source = step.record.meta.get("run_id") or "unrecorded"
-                self.parent.set_tags({f"reused.{step.name}": source})
-                self.session.console.line(
-                    f"= {step.name.ljust(width)}   reused  {step.record.meta.get('headline', '')}"
-                )
+                plan.identify(self.app, step, self.known, self.resolver)
+                plan.decide_one(self.app, step, self.store, self.resolver.registry)
+            if step.action == "run":
+                self.outcome.executed += self._make(step, width)
             else:
-                self._execute(step, known, width)
-                self.outcome.executed += 1
+                assert step.record is not None
+                headline = step.record.meta.get("headline", "")
+                self.session.console.line(f"= {step.name.ljust(width)}   reused  {headline}")
             assert step.record is not None
+            if step.action == "reuse":
+                self.parent.set_tags({f"reused.{step.name}": step.record.meta.get("run_id") or "unrecorded"})
             self.outcome.headlines[step.name] = step.record.meta.get("headline", "")
-            known[step.name] = step.record.digest
+            self.known[step.name] = step.record.digest
             self.store.remember(self.app.name, step.name, step.record)
 
-    def _decide_late(self, step: Step, known: dict[str, str], resolver: PlanResolver, reader: RegistryReader) -> None:
-        """Decide a step that had to wait for its inputs."""
-        plan.identify(self.app, step, known, resolver)
-        assert step.fingerprint is not None
-        forced = plan.forced(self.app, self.steps)
-        record, broken = self.store.find(step.fingerprint)
-        if record and step.name not in forced:
-            moved = plan.world_moved(step, record, self.store, reader, self.app.state_root)
-            if moved is None:
-                step.action, step.record = "reuse", record
-                return
-            broken = moved
-        step.action, step.reason = "run", forced.get(step.name) or broken or plan.why(step)
-
-    def _execute(self, step: Step, known: dict[str, str], width: int) -> None:
+    def _make(self, step: Step, width: int) -> bool:
+        """Execute a step, or take the result from a run that made it meanwhile. Whether a stage was executed."""
         console, store = self.session.console, self.store
-        assert step.fingerprint is not None and step.payload is not None
+        assert step.fingerprint is not None
         with console.stage(step.name, width) as line:
             if step.stage.ray:
                 line.progress(0.0, "waiting for Ray")
@@ -139,91 +120,25 @@ class _Execution:
                 if broken:
                     place = store.set_aside(step.fingerprint)
                     console.warn(f"{broken}; set aside in {place} and made again")
-                elif record and "run.rerun" not in step.reason and self._holds(step, record):
+                elif record and not step.forced and self._moved(step, record) is None:
                     step.action, step.record = "reuse", record
                     line.headline(f"made by another run meanwhile; {record.meta.get('headline', '')}")
-                    return
-                step.record = self._attempt(step, known, lease, line)
+                    return False
+                attempt = Attempt(self.app, self.session, store, step, self._inputs(step), line)
+                step.record = attempt.run(self.parent, lease)
+                return True
 
-    def _holds(self, step: Step, record: Record) -> bool:
-        registry = RegistryReader(tracking_uri(self.app.tracking.uri, self.app.state_root))
-        return plan.world_moved(step, record, self.store, registry, self.app.state_root) is None
+    def _moved(self, step: Step, record: Record) -> str | None:
+        return plan.world_moved(step, record, self.store, self.resolver.registry, self.app.state_root)
 
-    def _attempt(self, step: Step, known: dict[str, str], lease: Lease, line: StageLine) -> Record:
-        """One execution: its own directory, its own MLflow run; published or nothing."""
-        from pipelines.tracking import MlflowRegistry, changed_params
-
-        assert step.fingerprint is not None and step.payload is not None
-        tracking = self.session.tracking(self.app.name)
-        child = tracking.start_child(
-            self.parent, step.name, {"raykeel.stage": step.stage.name, "raykeel.fingerprint": step.fingerprint}
-        )
-        child.log_params({**changed_params(step.cfg), "seed": str(self.app.seed)})
-        child.log_text(json.dumps(step.payload, indent=1, sort_keys=True), "payload.json")
-        child.log_text(json.dumps(plain(step.cfg), indent=1, sort_keys=True), "config.json")
-        recorder = Recorder(child)
-        # A forced run must not continue what an earlier run of the same recipe left half done.
-        work = step.fingerprint if "run.rerun" not in step.reason else f"{step.fingerprint[:48]}{uuid.uuid4().hex[:16]}"
-        staged = self.store.stage_directory(step.fingerprint)
-        self.store.work(work).mkdir(parents=True, exist_ok=True)
-        started, clock = time.time(), time.monotonic()
-        status = "FAILED"
-        try:
-            context = Context(
-                output=staged,
-                work=self.store.work(work),
-                state=self.app.state_root,
-                fingerprint=work,
-                seed=self.app.seed,
-                tracker=recorder,
-                registry=MlflowRegistry(tracking, child),
-                progress=line.progress,
-                headline=line.headline,
+    def _inputs(self, step: Step) -> dict[str, Artifact]:
+        kinds = {s.name: s.stage.output for s in self.steps}
+        return {
+            parameter: kinds[upstream](
+                uri=self.store.object(self.known[upstream]).as_uri(), digest=self.known[upstream]
             )
-            made = step.stage.function(step.cfg, context, **self._inputs(step, known))
-            assert type(made) is step.stage.output, f"{step.name} returned {type(made).__name__}"
-            made.check()
-            meta = {
-                "stage": step.name,
-                "started_at": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
-                "seconds": round(time.monotonic() - clock, 3),
-                "run_id": child.run_id,
-                "headline": line.said,
-                "metrics": recorder.last,
-                "curves": recorder.curves(),
-                "git": _git(),
-            }
-            record = self.store.publish(staged, step.fingerprint, step.payload, meta, lease)
-            if work != step.fingerprint:
-                shutil.rmtree(self.store.work(work), ignore_errors=True)
-            status = "FINISHED"
-            child.set_tags({"raykeel.digest": record.digest})
-            child.log_text((self.store.object(record.digest) / "MANIFEST.json").read_text("utf-8"), "manifest.json")
-            child.log_text((self.store.object(record.digest) / "summary.json").read_text("utf-8"), "summary.json")
-            return record
-        except (KeyboardInterrupt, Terminated):
-            status = "KILLED"
-            raise
-        except Exception as error:
-            child.set_tags({"raykeel.error": str(error)[:500]})
-            if isinstance(error, OSError) and error.errno == 28:
-                raise StageError(
-                    f"{step.name}: no space left on {self.store.root} ({_free_mb(self.store.root)} MB free); free some and run again"
-                ) from error
-            raise
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-            child.close(status)
-            if child.failed:
-                self.session.console.warn(f"MLflow: {child.failed}")
-
-    def _inputs(self, step: Step, known: dict[str, str]) -> dict[str, Any]:
-        by_name = {s.name: s for s in self.steps}
-        inputs = {}
-        for parameter, upstream in step.cfg.inputs.items():
-            kind = by_name[upstream].stage.output
-            inputs[parameter] = kind(uri=self.store.object(known[upstream]).as_uri(), digest=known[upstream])
-        return inputs
+            for parameter, upstream in step.cfg.inputs.items()
+        }
 
 
 def _require_room(store: Store) -> None:
@@ -233,30 +148,8 @@ def _require_room(store: Store) -> None:
         raise ConfigError(
             f"store.root={store.root}: cannot be written ({error.strerror}); choose another with store.root=<directory>"
         ) from error
-    free = _free_mb(store.root)
+    free = free_mb(store.root)
     if free < FREE_DISK_MB:
         raise ResourcesUnavailable(
             f"{store.root}: {free} MB free, at least {FREE_DISK_MB} MB are needed; free some or set store.root=<directory>"
         )
-
-
-def _free_mb(path: Path) -> int:
-    return shutil.disk_usage(path).free // 2**20
-
-
-def _git() -> dict[str, str]:
-    """Commit and digest of uncommitted changes; empty outside a checkout."""
-
-    def ask(*arguments: str) -> bytes:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, timeout=10, check=True).stdout
-
-    try:
-        import hashlib
-
-        dirty = ask("diff", "HEAD")
-        return {
-            "commit": ask("rev-parse", "HEAD").decode().strip(),
-            "dirty": hashlib.sha256(dirty).hexdigest() if dirty else "",
-        }
-    except (OSError, subprocess.SubprocessError):
-        return {}

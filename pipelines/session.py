@@ -32,7 +32,12 @@ class PlanResolver:
 
     def __init__(self, store: Store, registry: RegistryReader) -> None:
         self._store = store
-        self._registry = registry
+        self.registry = registry
+
+    @classmethod
+    def of(cls, app: AppConfig, store: Store) -> "PlanResolver":
+        uri = tracking_uri(app.tracking.uri, app.state_root)
+        return cls(store, RegistryReader(uri, app.tracking.timeout_s))
 
     def path(self, path: Path) -> str:
         try:
@@ -41,16 +46,17 @@ class PlanResolver:
             raise StageError(f"{path}: cannot be read ({error.strerror})") from error
 
     def model(self, model: str) -> str:
-        return self._registry.resolve(model)[1]
+        return self.registry.resolve(model)[1]
 
 
 def planned(app: AppConfig) -> tuple[list[Step], Store]:
     """Steps with their actions decided. Light: no ray, no mlflow."""
     store = Store(app.store_root)
-    registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root), app.tracking.timeout_s)
+    resolver = PlanResolver.of(app, store)
     steps = plan.build(app)
-    plan.decide(app, steps, store, PlanResolver(store, registry), registry)
-    store.save_memo()
+    plan.decide(app, steps, store, resolver, resolver.registry)
+    with contextlib.suppress(OSError):  # a memo only: a read-only or full disk is named where it matters
+        store.save_memo()
     return steps, store
 
 
@@ -62,7 +68,8 @@ class Session:
         self.console = console
         self._stack = contextlib.ExitStack()
         self._ray = False
-        self._tracking: Any = None
+        self._warming = False
+        self._tracking: dict[str, Any] = {}
 
     def __enter__(self) -> "Session":
         return self
@@ -74,7 +81,8 @@ class Session:
 
     def warm_up_ray(self) -> None:
         """Begin to start a local head in the background; `need_ray` waits for it."""
-        if self.app.cluster.mode is ClusterMode.local and not self._ray:
+        if self.app.cluster.mode is ClusterMode.local and not self._warming:
+            self._warming = True
             cluster.hold(self.app.state_root)
             self._stack.callback(cluster.release, self.app.state_root)
             threading.Thread(
@@ -87,13 +95,14 @@ class Session:
             self._ray = True
 
     def tracking(self, experiment: str) -> Any:
-        """The open tracking store. Raises ResourcesUnavailable."""
+        """The open tracking store for a pipeline's experiment. Raises ResourcesUnavailable."""
         from pipelines.tracking import Tracking
 
-        if self._tracking is None:
+        name = self.app.tracking.experiment or experiment
+        if name not in self._tracking:
             uri = tracking_uri(self.app.tracking.uri, self.app.state_root)
-            self._tracking = Tracking(uri, self.app.state_root, experiment, self.app.tracking.timeout_s)
-        return self._tracking
+            self._tracking[name] = Tracking(uri, self.app.state_root, name, self.app.tracking.timeout_s)
+        return self._tracking[name]
 
 
 @contextlib.contextmanager

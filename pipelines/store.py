@@ -75,7 +75,7 @@ class Store:
             record = Record(fingerprint=fingerprint, **{k: data[k] for k in ("digest", "payload", "meta")})
         except (FileNotFoundError, NotADirectoryError):
             return None, None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             return None, f"{path}: unreadable record ({error})"
         try:
             self.verify(record.digest)
@@ -88,22 +88,24 @@ class Store:
         directory = self.object(digest)
         try:
             manifest = json.loads((directory / MANIFEST).read_text("utf-8"))
-            listed = manifest["files"]
-        except (OSError, ValueError, KeyError) as error:
+            listed = {
+                str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{directory / MANIFEST}: unreadable manifest ({type(error).__name__})") from error
-        for name, entry in listed.items():
+        for name, (bytes_listed, sha256) in listed.items():
             path = directory / name
             try:
                 size = path.stat().st_size
             except OSError:
                 raise IntegrityError(f"{path}: the file is gone") from None
-            if size != entry["bytes"]:
-                raise IntegrityError(f"{path}: {size} bytes, its manifest says {entry['bytes']}")
+            if size != bytes_listed:
+                raise IntegrityError(f"{path}: {size} bytes, its manifest says {bytes_listed}")
             # Weights and summaries decide what is served: they are hashed on every hit, once per inode, size and mtime.
             hashed = deep or name.endswith((".safetensors", "summary.json", "golden.json"))
-            if hashed and self.file_digest(path, trust_memo=not deep) != entry["sha256"]:
+            if hashed and self.file_digest(path, trust_memo=not deep) != sha256:
                 raise IntegrityError(f"{path}: its bytes changed since it was published")
-        if tree_digest({name: entry["sha256"] for name, entry in listed.items()}) != digest:
+        if tree_digest({name: sha256 for name, (_, sha256) in listed.items()}) != digest:
             raise IntegrityError(f"{directory / MANIFEST}: does not belong to object {digest[:12]}")
 
     def set_aside(self, fingerprint: str) -> Path:
@@ -114,7 +116,7 @@ class Store:
         try:
             digest = json.loads(record.read_text("utf-8"))["digest"]
             self.verify(digest)
-        except (IntegrityError, ValueError, KeyError, OSError) as error:
+        except (IntegrityError, ValueError, KeyError, TypeError, OSError) as error:
             if isinstance(error, IntegrityError) and self.object(digest).exists():
                 self.object(digest).rename(place / "object")
         if record.exists():
@@ -139,12 +141,10 @@ class Store:
 
     # Publishing
 
-    def stage_directory(self, fingerprint: str) -> Path:
-        """A fresh directory for one attempt."""
+    def staging_directory(self, fingerprint: str) -> Path:
+        """Name of a fresh directory for one attempt; not made yet."""
         owner = f"{socket.gethostname()}.{os.getpid()}"
-        directory = self.root / "staging" / f"{fingerprint[:16]}.{owner}.{uuid.uuid4().hex[:8]}"
-        directory.mkdir(parents=True)
-        return directory
+        return self.root / "staging" / f"{fingerprint[:16]}.{owner}.{uuid.uuid4().hex[:8]}"
 
     def publish(
         self, staged: Path, fingerprint: str, payload: dict[str, Any], meta: dict[str, Any], lease: Lease
@@ -169,10 +169,9 @@ class Store:
 
     def _place(self, staged: Path, digest: str) -> None:
         target = self.object(digest)
-        try:
+        if not target.exists():
             staged.rename(target)
-        except OSError:
-            # The same content is there already: keep it if it is whole, else put ours in its place.
+        else:  # the same content is there already: keep it if it is whole, else put ours in its place
             try:
                 self.verify(digest, deep=True)
                 shutil.rmtree(staged)
@@ -231,6 +230,10 @@ def tree_digest(files: dict[str, str]) -> str:
     """Digest of a tree from its files' digests: names and bytes count, times and modes do not."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sha256_file(path: Path) -> str:

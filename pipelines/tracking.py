@@ -10,10 +10,8 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import os
-import queue
-import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.config import plain, redacted
+from pipelines.journal import Run, journal_lines
 from pipelines.lease import identity, is_alive
 from pipelines.registry import RegistryReader
 from stages.artifacts import Artifact
@@ -30,8 +29,7 @@ from stages.contract import ResourcesUnavailable, StageConfig
 
 PARAM_LIMIT = 500
 """MLflow cuts values over 6,000 characters without a word; longer ones than this are shown by their beginning and digest."""
-DATASET_DIGEST_LIMIT = 36
-CLOSE_TIMEOUT_S = 30.0
+NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Opens the UI on runs and curves; its own guess is the view for chat traces."""
 
@@ -50,8 +48,6 @@ class Tracking:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(timeout_s)))
         os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
-        import logging
-
         import mlflow
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -64,8 +60,8 @@ class Tracking:
             mlflow.set_tracking_uri(uri)
             self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
             self.experiment_id = self._experiment(experiment, state)
-        self._replay()
-        self._reconcile()
+            self._replay()
+            self._reconcile()
 
     def _experiment(self, name: str, state: Path) -> str:
         found = self.client.get_experiment_by_name(name)
@@ -88,150 +84,87 @@ class Tracking:
             )
         return str(found.experiment_id)
 
-    def start_parent(self, name: str, tags: Mapping[str, str]) -> "Run":
-        return Run(self, None, name, {**tags, "raykeel.owner": json.dumps(identity())})
+    def start_parent(self, name: str, tags: Mapping[str, str]) -> Run:
+        return self._start(name, tags, None)
 
-    def start_child(self, parent: "Run", name: str, tags: Mapping[str, str]) -> "Run":
-        tags = {**tags, "raykeel.owner": json.dumps(identity())}
-        return Run(self, parent, name, tags)
+    def start_child(self, parent: Run, name: str, tags: Mapping[str, str]) -> Run:
+        return self._start(name, tags, parent)
+
+    def _start(self, name: str, tags: Mapping[str, str], parent: Run | None) -> Run:
+        create = {
+            "op": "create",
+            "uri": redacted(self.uri),
+            "experiment": self.experiment_id,
+            "name": name,
+            "tags": {**tags, "raykeel.owner": json.dumps(identity())},
+            "parent": parent.journal if parent else None,
+        }
+        journal = self.spool / f"{uuid.uuid4().hex}.jsonl"
+        return Run(journal, Sender(self, journal), create)
 
     def _replay(self) -> None:
-        """Send what earlier processes could not."""
-        for path in sorted(self.spool.glob("*.jsonl")):
-            lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.endswith("}")]
-            if not lines or is_alive(lines[0]["owner"]):
-                continue
-            sender = _Sender(self, path)
-            for line in lines:
-                sender.send(line)
-            path.unlink()
+        """Send what earlier processes could not, oldest first, so that a parent exists before its children."""
+        left = []
+        for path in self.spool.glob("*.jsonl"):
+            lines = journal_lines(path)
+            if lines and not is_alive(lines[0]["owner"]) and lines[0]["uri"] == redacted(self.uri):
+                left.append((lines[0]["at"], path, lines))
+        for _, path, lines in sorted(left, key=lambda item: item[0]):
+            sender = Sender(self, path)
+            try:
+                for line in lines:
+                    sender.send(line)
+            except Exception as error:
+                logging.getLogger(__name__).warning("%s is kept for the next run: %s", path, redacted(str(error)))
+            else:
+                path.unlink(missing_ok=True)
 
     def _reconcile(self) -> None:
-        """Close runs that a killed process left RUNNING."""
-        running = self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
-        for run in running:
-            owner = run.data.tags.get("raykeel.owner")
-            if owner and json.loads(owner)["host"] == identity()["host"] and not is_alive(json.loads(owner)):
+        """Close runs that a killed process of this host left RUNNING, in whichever experiment."""
+        experiments = [e.experiment_id for e in self.client.search_experiments()]
+        for run in self.client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
+            owner = json.loads(run.data.tags.get("raykeel.owner", "{}"))
+            if owner.get("host") == identity()["host"] and not is_alive(owner):
                 self.client.set_tag(run.info.run_id, "raykeel.ended", "its process was gone; closed by a later run")
                 self.client.set_terminated(run.info.run_id, "KILLED")
 
 
-class Run:
-    """One MLflow run behind a journal; the `Tracker` that stages see."""
-
-    def __init__(self, tracking: Tracking, parent: "Run | None", name: str, tags: Mapping[str, str]) -> None:
-        self._journal = (tracking.spool / f"{uuid.uuid4().hex}.jsonl").open("a", encoding="utf-8")
-        self._path = Path(self._journal.name)
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._sender = _Sender(tracking, self._path)
-        self._lock = threading.Lock()
-        self.failed: str | None = None
-        """Why the server could not be reached, once the journal had to be left behind."""
-        create = {"op": "create", "name": name, "tags": dict(tags), "at": _now_ms(), "owner": identity()}
-        if parent is not None:
-            create["parent"] = parent.run_id
-        self._write(create)
-        with contextlib.suppress(Exception):  # a server that is away now: the thread tries again
-            self._sender.send(create)
-        self._thread = threading.Thread(target=self._drain, args=(create,), name=f"mlflow-{name}", daemon=True)
-        self._thread.start()
-
-    @property
-    def run_id(self) -> str | None:
-        """MLflow's id; None while the server has not been reached."""
-        return self._sender.run_id
-
-    # The Tracker protocol
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None, at: float | None = None) -> None:
-        clean = {key: float(value) for key, value in metrics.items()}
-        self._put({"op": "metrics", "metrics": clean, "step": step or 0, "at": int(at * 1000) if at else _now_ms()})
-
-    def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
-        self._put(
-            {
-                "op": "dataset",
-                "name": name,
-                "digest": artifact.digest[:DATASET_DIGEST_LIMIT],
-                "uri": artifact.uri,
-                "context": context,
-                "profile": dict(profile),
-            }
-        )
-
-    def log_text(self, text: str, path: str) -> None:
-        self._put({"op": "text", "text": text, "path": path})
-
-    # For the runner
-
-    def log_params(self, params: Mapping[str, str]) -> None:
-        self._put({"op": "params", "params": dict(params)})
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._put({"op": "tags", "tags": dict(tags)})
-
-    def close(self, status: str) -> None:
-        """End the run as FINISHED, FAILED or KILLED. Waits a little for a slow server, then leaves the journal behind."""
-        self._put({"op": "end", "status": status, "at": _now_ms()})
-        self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        self._journal.close()
-        if not self._thread.is_alive() and self._sender.error is None:
-            self._path.unlink(missing_ok=True)
-        else:
-            self.failed = (
-                f"{self._sender.error or 'the tracking store is slow'}; kept in {self._path}, sent at the next run"
-            )
-
-    def _put(self, line: dict[str, Any]) -> None:
-        self._write(line)
-        self._queue.put(line)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        with self._lock:
-            self._journal.write(json.dumps(line) + "\n")
-            self._journal.flush()
-
-    def _drain(self, create: dict[str, Any]) -> None:
-        """Send lines in order; on failure wait and try again, until the run is closed."""
-        closing = False
-        line = create if self._sender.run_id is None else self._queue.get()
-        while line is not None:
-            try:
-                self._sender.send(line)
-                self._sender.error = None
-            except Exception as error:
-                self._sender.error = redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                closing = closing or line["op"] == "end" or any(item is None for item in list(self._queue.queue))
-                if closing:
-                    return
-                time.sleep(2.0)
-                continue
-            line = self._queue.get()
-
-
-class _Sender:
+class Sender:
     """Applies journal lines to MLflow. Each can be applied twice."""
 
     def __init__(self, tracking: Tracking, journal: Path) -> None:
         self._tracking = tracking
         self._journal = journal.stem
         self.run_id: str | None = None
-        self.error: str | None = None
 
     def send(self, line: dict[str, Any]) -> None:
-        getattr(self, f"_send_{line['op']}")(line)
+        """Raises while the server cannot take it; what the server will never take is dropped with a line in the log."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            getattr(self, f"_send_{line['op']}")(line)
+        except MlflowException as error:
+            if error.error_code not in NEVER_ACCEPTED or self.run_id is None:
+                raise
+            logging.getLogger(__name__).warning("MLflow refuses a %s line: %s", line["op"], redacted(str(error)))
 
     def _send_create(self, line: dict[str, Any]) -> None:
-        client, experiment = self._tracking.client, self._tracking.experiment_id
-        known = client.search_runs([experiment], f"tags.`raykeel.journal` = '{self._journal}'", max_results=1)
-        if known:
-            self.run_id = known[0].info.run_id
+        self.run_id = self._find(self._journal, line["experiment"])
+        if self.run_id is not None:
             return
         tags = {**line["tags"], "raykeel.journal": self._journal}
-        if line.get("parent"):
-            tags["mlflow.parentRunId"] = line["parent"]
-        self.run_id = client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
+        parent = self._find(line["parent"], line["experiment"]) if line["parent"] else None
+        if parent:
+            tags["mlflow.parentRunId"] = parent
+        made = self._tracking.client.create_run(
+            line["experiment"], start_time=line["at"], tags=tags, run_name=line["name"]
+        )
+        self.run_id = made.info.run_id
+
+    def _find(self, journal: str, experiment: str) -> str | None:
+        query = f"tags.`raykeel.journal` = '{journal}'"
+        found = self._tracking.client.search_runs([experiment], query, max_results=1)
+        return str(found[0].info.run_id) if found else None
 
     def _send_metrics(self, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
@@ -338,7 +271,3 @@ def _require_server(uri: str, timeout_s: float) -> None:
         raise ResourcesUnavailable(
             f"tracking.uri={redacted(uri)}: no MLflow server answers within {timeout_s:.0f} s ({error}); start it, or use tracking=local"
         ) from error
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)

@@ -20,6 +20,7 @@ class StubResources:
 class MakeConfig(StageConfig):
     value: int = 1
     source: str | None = location(None)
+    edit: bool = False
     limit: int | None = None
     resources: StubResources = field(default_factory=StubResources)
 
@@ -53,6 +54,8 @@ def _identity(cfg: MakeConfig, resolver: object) -> dict[str, str]:
 @stage(libraries=("pyarrow",), sources=_identity)
 def make(cfg: MakeConfig, ctx: Context) -> Rows:
     _count(ctx, "make")
+    if cfg.edit and cfg.source:
+        Path(cfg.source).write_text("edited while it was read")
     _rows(ctx.output, cfg.value)
     ctx.headline(f"made {cfg.value}")
     return Rows.write(ctx.output, {"value": cfg.value, "rows": 1})

@@ -66,7 +66,7 @@ def test_unknown_stage_names_in_run_fields_are_refused(run: RunConfig) -> None:
         },
     )
     with pytest.raises(ConfigError, match="jugde: no stage of that name in this run; did you mean 'judge'"):
-        plan.forced(app, plan.build(app))
+        plan.force(app, plan.build(app))
 
 
 def test_an_empty_pipeline_is_refused() -> None:

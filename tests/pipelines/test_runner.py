@@ -137,6 +137,16 @@ def test_a_changed_source_file_reruns_and_a_touched_one_does_not(state: Path, tm
     assert executions(state).count("make") == 2
 
 
+def test_a_source_edited_while_it_is_read_is_not_published_as_what_it_was(state: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("one")
+    with pytest.raises(StageError, match="its source changed while it was read"):
+        go(app_of(state, make={"source": str(source), "edit": True}))
+    assert published(state) == {}
+    go(app_of(state, make={"source": str(source)}))
+    assert executions(state).count("make") == 2
+
+
 def test_a_missing_source_is_refused_before_anything_starts(state: Path) -> None:
     with pytest.raises(ConfigError, match=r"stages\.make: /nowhere/rows\.jsonl: cannot be read"):
         go(app_of(state, make={"source": "/nowhere/rows.jsonl"}))
@@ -233,7 +243,7 @@ def test_metrics_reach_mlflow_with_their_steps_and_the_description_names_the_ver
     assert "FINISHED" in parent.data.tags["mlflow.note.content"]
     assert child.data.tags["mlflow.parentRunId"] == outcome.run_id
     names = {a.path for a in client(state).list_artifacts(outcome.run_id or "")}
-    assert names == {"report.html", "plan.json"}
+    assert names == {"report.html", "plan.json", "config.json"}
     # Only what differs from the defaults is a param.
     assert child.data.params == {"seed": "0"}
 

@@ -92,18 +92,47 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
     journal = tmp_path / "spool" / "feedbeef.jsonl"
     owner = {"pid": 2**22 + 1, "started": 0.0, "host": "gone"}
     lines = [
-        {"op": "create", "name": "lost", "tags": {}, "at": 1000, "owner": owner},
+        {
+            "op": "create",
+            "uri": tracking.uri,
+            "experiment": tracking.experiment_id,
+            "parent": None,
+            "name": "lost",
+            "tags": {},
+            "at": 1000,
+            "owner": owner,
+        },
         {"op": "metrics", "metrics": {"loss": 2.5}, "step": 7, "at": 2000},
+        {"op": "metrics", "metrics": {"a name @ that MLflow refuses": 1.0}, "step": 7, "at": 2500},
         {"op": "end", "status": "FAILED", "at": 3000},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     for _ in range(2):  # replayed, and replayed again as after a crash in the middle of replaying
-        journal.write_text(text + '{"op": "metr')
-        open_tracking(tmp_path)
+        journal.write_text(text + '{"op": "text", "text": "{}", "x": {}')  # cut short behind an inner brace
+        open_tracking(tmp_path, "another experiment")
         assert not journal.exists()
     found = tracking.client.search_runs([tracking.experiment_id])
     assert [(r.info.run_name, r.info.status) for r in found] == [("lost", "FAILED")]
     assert [(m.step, m.value) for m in tracking.client.get_metric_history(found[0].info.run_id, "loss")] == [(7, 2.5)]
+
+
+def test_a_journal_of_another_store_waits_for_it(tmp_path: Path) -> None:
+    journal = tmp_path / "spool" / "feedbeef.jsonl"
+    journal.parent.mkdir()
+    create = {"op": "create", "uri": "http://elsewhere", "experiment": "1", "parent": None, "name": "x", "tags": {}}
+    journal.write_text(json.dumps({**create, "at": 1, "owner": {"pid": 2**22 + 1, "started": 0.0, "host": "gone"}}))
+    tracking = open_tracking(tmp_path)
+    assert journal.exists() and not tracking.client.search_runs([tracking.experiment_id])
+
+
+def test_a_metric_that_mlflow_refuses_holds_nothing_else_up(tmp_path: Path) -> None:
+    tracking = open_tracking(tmp_path)
+    run = tracking.start_parent("p", {})
+    run.log_metrics({"recall @ 10": 1.0}, 0)
+    run.log_metrics({"loss": 2.0}, 0)
+    run.close("FINISHED")
+    assert run.failed is None and list((tmp_path / "spool").glob("*.jsonl")) == []
+    assert tracking.client.get_run(run.run_id or "").data.metrics == {"loss": 2.0}
 
 
 def test_only_what_differs_from_the_defaults_becomes_a_param() -> None:

@@ -1,0 +1,134 @@
+"""A run's record as JSON lines on disk, sent to the tracking store by a thread. Apart, because it is what makes a slow, absent
+or full store harmless: a stage never waits for it, and what was not sent is replayed at the next start.
+"""
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipelines.config import redacted
+from pipelines.lease import identity
+from stages.artifacts import Artifact
+
+DATASET_DIGEST_LIMIT = 36
+CLOSE_TIMEOUT_S = 30.0
+KILLED_TIMEOUT_S = 3.0
+"""A person who pressed Ctrl-C does not wait for a server."""
+RETRY_S = 2.0
+
+
+class Sends(Protocol):
+    """Applies one line; raises while the store cannot take it."""
+
+    run_id: str | None
+
+    def send(self, line: dict[str, Any]) -> None: ...
+
+
+class Run:
+    """One run behind a journal; the `Tracker` that stages see. Its calls never raise."""
+
+    def __init__(self, path: Path, sender: Sends, create: dict[str, Any]) -> None:
+        """`create` is the first line; it is sent at once when the store answers."""
+        self.path = path
+        self.failed: str | None = None
+        """Why lines stayed behind, and where; None when the store has them all."""
+        self._sender = sender
+        self._error: str | None = None
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        create = {**create, "at": _now_ms(), "owner": identity()}
+        self._write(create)
+        with contextlib.suppress(Exception):  # a server that is away now: the thread tries again
+            sender.send(create)
+        if sender.run_id is None:
+            self._queue.put(create)
+        self._thread = threading.Thread(target=self._drain, name=f"journal-{create['name']}", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_id(self) -> str | None:
+        """The store's id of the run; None while it has not been reached."""
+        return self._sender.run_id
+
+    @property
+    def journal(self) -> str:
+        """Name under which other journals refer to this one."""
+        return self.path.stem
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None, at: float | None = None) -> None:
+        clean = {key: float(value) for key, value in metrics.items()}
+        self._put({"op": "metrics", "metrics": clean, "step": step or 0, "at": int(at * 1000) if at else _now_ms()})
+
+    def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
+        digest = artifact.digest[:DATASET_DIGEST_LIMIT]
+        facts = {"name": name, "digest": digest, "uri": artifact.uri, "context": context, "profile": dict(profile)}
+        self._put({"op": "dataset", **facts})
+
+    def log_text(self, text: str, path: str) -> None:
+        self._put({"op": "text", "text": text, "path": path})
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        self._put({"op": "params", "params": dict(params)})
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self._put({"op": "tags", "tags": dict(tags)})
+
+    def close(self, status: str) -> None:
+        """End the run as FINISHED, FAILED or KILLED. Waits a little for a slow server, then leaves the journal behind."""
+        self._put({"op": "end", "status": status, "at": _now_ms()})
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(KILLED_TIMEOUT_S if status == "KILLED" else CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive() and self._error is None:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+        elif self.failed is None:
+            self.failed = f"{self._error or 'the tracking store is slow'}; kept in {self.path}, sent at the next run"
+
+    def _put(self, line: dict[str, Any]) -> None:
+        self._write(line)
+        self._queue.put(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """A full disk loses the copy on disk, not the stage."""
+        try:
+            with self._lock, self.path.open("a", encoding="utf-8") as journal:
+                journal.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self.failed = f"{self.path} cannot be written ({error.strerror})"
+
+    def _drain(self) -> None:
+        """Send lines in order; on failure wait and try again, until the run is closed."""
+        while (line := self._queue.get()) is not None:
+            while True:
+                try:
+                    self._sender.send(line)
+                    self._error = None
+                    break
+                except Exception as error:
+                    self._error = redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                    if self._closing.wait(RETRY_S):
+                        return
+
+
+def journal_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; what a kill cut short is left out. Empty when the file is gone or holds none."""
+    lines = []
+    with contextlib.suppress(OSError):
+        for text in path.read_text("utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break
+    return lines if lines and lines[0].get("op") == "create" else []
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
