@@ -9,7 +9,6 @@ process), watches `metrics.jsonl` while it does, and takes over the exported mod
 with its process.
 """
 
-import math
 import os
 import shutil
 import time
@@ -23,8 +22,8 @@ from typing import Any
 from stages.artifacts import Checkpoint, TokenDataset
 from stages.contract import Context, StageError, stage
 from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, Recipe
-from stages.training.follow import METRICS, Follower
 from stages.training.preflight import require_cpus
+from stages.training.report import Report
 
 REFUSED, TRACES, PLACED = "refused.txt", "traces", "placement_group"
 POLL_S = 0.25
@@ -123,56 +122,6 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
     return Checkpoint(uri=ctx.output.resolve().as_uri())
 
 
-class Report:
-    """Carries the lines of `metrics.jsonl` to the tracker and the console."""
-
-    def __init__(self, ctx: Context, work: Path) -> None:
-        self.ctx, self.work = ctx, work
-        self.follower = Follower(work / METRICS)
-        self.last: dict[str, Any] = {}
-        self.events: list[str] = []
-        self.speeds: list[float] = []
-
-    def poll(self) -> None:
-        """Log what is new, each step once."""
-        for line in self.follower.poll():
-            if "event" in line:
-                self.events.append(line["event"])
-                self.ctx.progress(self.fraction, line["event"])
-            elif "step" in line:
-                self._step(line)
-
-    @property
-    def fraction(self) -> float:
-        return self.last["step"] / self.last["steps"] if self.last else 0.0
-
-    def _step(self, line: dict[str, Any]) -> None:
-        numbers = {k: float(v) for k, v in line.items() if k not in ("step", "steps", "at")}
-        self.ctx.tracker.log_metrics(numbers, step=line["step"], at=line["at"])
-        self.last |= line
-        self.speeds.append(numbers["tokens_per_second"])
-        recent = self.speeds[-20:]
-        speed = sum(recent) / len(recent)
-        per_step = line["tokens"] / line["step"]
-        remaining = (line["steps"] - line["step"]) * per_step / speed if speed else math.inf
-        loss = f"loss {line['loss']:.2f}" if "loss" in line else "loss not finite, skipped"
-        text = f"step {line['step']}/{line['steps']} {loss} {_short(speed)} tok/s ETA {_seconds(remaining)}"
-        self.ctx.progress(self.fraction, text)
-
-    def finish(self) -> None:
-        """What is known at the end: the environment of each worker, events, and the headline."""
-        self.poll()
-        workers = sorted((self.work / "workers").glob("rank-*.json"))
-        self.ctx.tracker.log_text("[" + ",\n".join(w.read_text("utf-8") for w in workers) + "]\n", "environment.json")
-        if self.events:
-            self.ctx.tracker.log_text("\n".join(self.events) + "\n", "events.txt")
-        if self.last:
-            self.ctx.headline(
-                f"validation loss {self.last['validation_loss']:.3f} after {self.last['steps']} steps, "
-                f"{_short(self.last['tokens'])} tokens"
-            )
-
-
 def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:
     import ray
 
@@ -230,7 +179,7 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     from ray.train.v2.api.config import LoggingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-    class Trainer(TorchTrainer):  # type: ignore[misc]
+    class Trainer(TorchTrainer):
         """Without the detached cleaner: it asks a dashboard whether the controller lives, and without one stays for ever."""
 
         def _create_default_callbacks(self) -> list[Any]:
@@ -324,14 +273,3 @@ def _log_datasets(ctx: Context, dataset: TokenDataset) -> None:
     for split, purpose in (("train", "training"), ("validation", "validation")):
         profile = {name: float(number) for name, number in summary[split].items()}
         ctx.tracker.log_dataset(split, dataset, purpose, profile)
-
-
-def _short(number: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

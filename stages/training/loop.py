@@ -20,7 +20,7 @@ from stages.artifacts import TokenDataset
 from stages.contract import StageError
 from stages.text.packed import PackedSplit
 from stages.training import checkpoints, model, optimizer
-from stages.training.config import Job
+from stages.training.config import Job, Precision
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
 from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
@@ -35,16 +35,21 @@ def run(job: Job, on_line: Callable[[], None] = lambda: None) -> None:
     StageError (on all ranks) when the data set does not fit the model or too many steps are not finite.
     """
     with joined() as world, repeatable(job.threads):
-        training = Training(job, world, on_line)
-        try:
-            for step in range(training.resume(), training.sampler.steps):
-                training.step(step)
-            if world.rank == 0:
-                training.export()
-            world.wait()
-        finally:
-            if training.writer:
-                training.writer.close()
+        _run(job, world, on_line)
+
+
+def _run(job: Job, world: World, on_line: Callable[[], None]) -> None:
+    # A function of its own, so that the model and its reducer are gone before the process group is taken down.
+    training = Training(job, world, on_line)
+    try:
+        for step in range(training.resume(), training.sampler.steps):
+            training.step(step)
+        if world.rank == 0:
+            training.export()
+        world.wait()
+    finally:
+        if training.writer:
+            training.writer.close()
 
 
 class Training:
@@ -144,7 +149,8 @@ class Training:
         for index, micro in enumerate(batches):
             accumulate = self.world.size > 1 and index < len(batches) - 1
             with self.ddp.no_sync() if accumulate else nullcontext():
-                loss = self.ddp(**micro)
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.job.recipe.precision is Precision.bfloat16):
+                    loss = self.ddp(**micro)
                 (loss * scale).backward()
             total += float(loss.detach())
         return total

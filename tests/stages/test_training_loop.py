@@ -11,11 +11,20 @@ import torch
 from stages.contract import StageError
 from stages.text.packed import PackedSplit
 from stages.training.checkpoints import STATE
-from stages.training.config import ModelConfig
+from stages.training.config import ModelConfig, Precision
 from stages.training.loop import Training, run
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
 from tests.stages.training_jobs import SHAPE, config, job, losses, two_processes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny sums; more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +158,15 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_named(data, undisturbed, 
 
 def test_no_more_than_two_checkpoints_stay(undisturbed):
     assert sorted(c.name for c in (undisturbed / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+
+
+def test_bfloat16_products_train_nearly_the_same_float32_model(data, undisturbed, tmp_path):
+    for name in ("first", "again"):
+        run(job(config(precision=Precision.bfloat16), data, tmp_path / name))
+    assert tiny.tree(tmp_path / "first" / "export") == tiny.tree(tmp_path / "again" / "export")
+    half, full = losses(tmp_path / "first"), losses(undisturbed)
+    assert 0 < max(abs(half[step] - full[step]) for step in full) < 0.02
+    assert json.loads((tmp_path / "first" / "export" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_another_seed_trains_another_model(data, undisturbed, tmp_path):
