@@ -9,9 +9,11 @@ ARGS ?=
 # cuda where there is an NVIDIA device, else cpu.
 TORCH ?= $(shell if [ -e /dev/nvidia0 ]; then echo cuda; else echo cpu; fi)
 TORCH_VERSION := 2.13.0
+READY := $(VENV)/.ready-$(TORCH)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 export RAYKEEL_OVERRIDES := $(MAKEOVERRIDES)
+override TEXT := $(value TEXT)
 export TEXT CONF PORT
 RAYKEEL := $(BIN)/python -m pipelines
 
@@ -21,7 +23,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
 	@echo '  overrides follow the target: make run pipeline=finetune stages.train.learning_rate=3e-4 run.until=evaluate'
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed (Debian: apt install python3.11 python3.11-venv)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies into $(VENV) (log: $(VENV)/install.log)"
@@ -34,9 +36,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "torch==$(TORCH_VERSION)" >$(VENV)/install.log 2>&1 || { tail -n 5 $(VENV)/install.log; exit 1; }; \
 	fi
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' >>$(VENV)/install.log 2>&1 || { tail -n 5 $(VENV)/install.log; exit 1; }
-	@touch $@
+	@rm -f $(VENV)/.ready-*; touch $@
 
-setup: $(VENV)/.ready ## virtual environment with pinned dependencies (TORCH=cpu|cuda)
+setup: $(READY) ## virtual environment with pinned dependencies (TORCH=cpu|cuda)
 
 run: setup ## run a pipeline: what is known is reused, the rest is made
 	@$(RAYKEEL) run $(ARGS)
@@ -91,4 +93,3 @@ bench: setup ## the paired benchmarks; results as JSON in benchmarks/results
 clean: ## caches and build leftovers; never the store, models, MLflow or the virtual environment
 	@rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.raykeel/*' -prune -exec rm -rf {} +
-	@rm -rf .raykeel/store/staging

@@ -245,7 +245,8 @@ def local_head(state: Path) -> Iterator[int]:
     cluster.hold(state)
     try:
         cluster.start_ahead(ClusterConfig(), state)
-        head = cluster.status(state)["head"]
+        running = cluster.running_head(state)
+        head = running["pid"] if running else None
         if head is None:
             raise RuntimeError(f"Ray did not start\n{tail(state / 'logs' / 'head.log')}")
         yield int(head)

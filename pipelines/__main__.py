@@ -17,9 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import ROOT, AppConfig, compose, compose_node, expand_sweep, redacted
+from pipelines.config import AppConfig, compose, compose_node, expand_sweep, redacted
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
+
+_logs: list[Path] = []
+"""Where this invocation writes its logs, once it does."""
 
 COMMANDS = ("run", "plan", "why", "config", "sweep", "status", "ask", "ui", "down")
 
@@ -50,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         if arguments.traceback:
             traceback.print_exc()
+        if code in (2, 5) and _logs:
+            message += f"\nlogs: {_logs[-1]} (driver.log; head.log and ray/ of the last local Ray)"
         console.error(message, code)
         return code
 
@@ -88,13 +93,8 @@ def _verdict(error: BaseException) -> tuple[int | None, str]:
     for kind, code in codes:
         if isinstance(error, kind):
             return code, str(error)
-    log = ROOT / ".raykeel" / "logs" / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("".join(traceback.format_exception(error)), "utf-8")
-    return (
-        2,
-        f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''} (traceback: {log})",
-    )
+    logging.getLogger(__name__).error("unexpected failure", exc_info=error)  # whole in driver.log
+    return 2, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]} (--traceback shows where)"
 
 
 def _run(console: Console, overrides: list[str], conf: str | None) -> int:
@@ -174,20 +174,21 @@ def _sweep(console: Console, overrides: list[str], conf: str | None) -> int:
 def _status(console: Console, overrides: list[str], conf: str | None) -> int:
     from pipelines import cluster
     from pipelines.registry import ALIASES, RegistryReader, tracking_uri
+    from stages.serving.endpoint import ask_ready
 
     app = compose(overrides, conf)
-    now = cluster.status(app.state_root)
-    endpoint = now["endpoint"]
+    head, endpoint = cluster.running_head(app.state_root), cluster.endpoint_record(app.state_root)
+    served = "none"
+    if endpoint:
+        answers = "answers" if ask_ready(endpoint["base_url"]) else "does not answer: make run deploys it again"
+        served = f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1, {answers}"
     registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root))
     aliases = {alias: registry.alias(app.name, alias) for alias in ALIASES}
     used = sum(p.stat().st_size for p in app.store_root.rglob("*") if p.is_file()) if app.store_root.exists() else 0
     console.table(
         [
-            ("Ray head", f"process {now['head']}" if now["head"] else "not running"),
-            (
-                "endpoint",
-                f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}" if endpoint else "none",
-            ),
+            ("Ray head", f"process {head['pid']}" if head else "not running"),
+            ("endpoint", served),
             (f"models:/{app.name}", ", ".join(f"{a} = {v}" for a, v in aliases.items() if v) or "no version"),
             ("store", f"{app.store_root} ({used / 2**20:.1f} MB)"),
         ]
@@ -296,6 +297,7 @@ def _log_to_file(app: AppConfig) -> None:
         raise ConfigError(
             f"state={app.state}: {directory} cannot be written ({error.strerror}); choose another with state=<directory>"
         ) from error
+    _logs.append(directory)
     logging.basicConfig(
         filename=directory / "driver.log",
         level=logging.INFO,

@@ -1,18 +1,18 @@
 """Ray for this project: the only place that calls `ray.init`. Apart, because who starts a cluster must also know how to end it.
 
-A local head is one keeper process (`python -m pipelines.cluster`) that holds a private Ray: own address, own short temp
-directory, token authentication, no dashboard, no client server. Its death takes all of it down, so one recorded pid is enough
-to stop it. It lives while a run uses it or an endpoint is recorded, and ends by itself otherwise, also after a SIGKILL of the run.
+A local head is one keeper process (`pipelines/keeper.py`) that holds a private Ray: own address, own short temp directory,
+token authentication, no dashboard, no client server. Its death takes all of it down, so one recorded pid is enough to stop
+it. It lives while a run uses it or an endpoint is recorded, and ends by itself otherwise, also after a SIGKILL of the run.
 `ray start` is not used: it opens fixed ports (10001, 52365), on which two clones of this project would meet.
 """
 
 import contextlib
-import hashlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,54 +28,69 @@ from pipelines.lease import identity, is_alive
 from stages.contract import ResourcesUnavailable
 
 START_TIMEOUT_S = 90.0
-IDLE_EXIT_S = 3.0
+SOCKET_ROOM = 45
+"""A Unix socket's path may have 107 bytes, and Ray appends about 60 to its directory."""
 
 
 @contextlib.contextmanager
 def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
     """Ray is initialised in this process inside the block. Raises ResourcesUnavailable."""
     quiet()
-    if cfg.mode is ClusterMode.local:
-        hold(state)
-        try:
+    with contextlib.ExitStack() as stack:
+        if cfg.mode is ClusterMode.local:
+            hold(state)
+            stack.callback(release, state)
             address = _head_address(cfg, state)
             _go_private(state)
+            stack.callback(stop_here)
             _init(address=address)
-            yield
-        finally:
-            _shutdown()
-            release(state)
-    elif cfg.mode is ClusterMode.ephemeral:
-        state.mkdir(parents=True, exist_ok=True)
-        _go_private(state)
-        try:
-            _start_here(cfg, state)
-            yield
-        finally:
-            _shutdown()
-            shutil.rmtree(temp_directory(state), ignore_errors=True)
-    else:
-        assert cfg.address is not None
-        _require_listening(cfg.address, cfg.connect_timeout_s)
-        try:
+        elif cfg.mode is ClusterMode.ephemeral:
+            state.mkdir(parents=True, exist_ok=True)
+            _go_private(state)
+            # What is deployed on it ends with it.
+            stack.callback(endpoint_path(state).unlink, missing_ok=True)
+            directory = short_directory()
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            stack.callback(stop_here)
+            start_here(cfg, directory)
+        else:
+            assert cfg.address is not None
+            _require_listening(cfg.address, cfg.connect_timeout_s)
+            stack.callback(stop_here)
             _init(address=cfg.address)
-            yield
-        finally:
-            _shutdown()
+        _require_a_cpu(cfg.connect_timeout_s)
+        yield
 
 
 def hold(state: Path) -> None:
     """Say that this process uses the local head: it stays up until `release`, or until this process is gone."""
-    user = _user_path(state)
-    user.parent.mkdir(parents=True, exist_ok=True)
-    user.write_text(json.dumps(identity()))
+    with alone(state):
+        user = _user_path(state)
+        user.parent.mkdir(parents=True, exist_ok=True)
+        user.write_text(json.dumps(identity()))
 
 
 def release(state: Path) -> None:
     """The head is not needed any more by this process; without other users and without an endpoint it is stopped."""
-    _user_path(state).unlink(missing_ok=True)
-    if not _users(state) and not endpoint_record(state):
-        down(state)
+    with alone(state):
+        _user_path(state).unlink(missing_ok=True)
+        if not is_needed(state):
+            _stop_head(state)
+
+
+def is_needed(state: Path) -> bool:
+    """Whether a run uses the local head, or something is served from it."""
+    return bool(_users(state) or endpoint_record(state))
+
+
+@contextlib.contextmanager
+def alone(state: Path) -> Iterator[None]:
+    """Nobody else starts, joins or stops the local head meanwhile."""
+    path = state / "cluster" / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def start_ahead(cfg: ClusterConfig, state: Path) -> None:
@@ -97,8 +112,13 @@ def quiet() -> None:
 
 def down(state: Path) -> str | None:
     """Stop this project's head, and with it what it serves. Returns a sentence, or None when nothing ran."""
-    endpoint_path(state).unlink(missing_ok=True)
-    head = _head(state)
+    with alone(state):
+        endpoint_path(state).unlink(missing_ok=True)
+        return _stop_head(state)
+
+
+def _stop_head(state: Path) -> str | None:
+    head = running_head(state)
     if head is None:
         return None
     try:
@@ -115,15 +135,19 @@ def down(state: Path) -> str | None:
     for straggler in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             straggler.kill()
-    _head_path(state).unlink(missing_ok=True)
-    shutil.rmtree(temp_directory(state), ignore_errors=True)
+    forget(state, head)
     return f"stopped the Ray head (process {head['pid']}) and what it served"
 
 
-def status(state: Path) -> dict[str, Any]:
-    """What runs now: {"head": pid or None, "endpoint": record or None}."""
-    head = _head(state)
-    return {"head": head["pid"] if head else None, "endpoint": endpoint_record(state)}
+def forget(state: Path, head: dict[str, Any]) -> None:
+    """Remove an ended head's record and directory; its logs stay under `logs/ray`."""
+    kept = state / "logs" / "ray"
+    shutil.rmtree(kept, ignore_errors=True)
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(Path(head["session"]) / "logs", kept, ignore_dangling_symlinks=True)
+    shutil.rmtree(head["directory"], ignore_errors=True)
+    if _recorded_head(state) == head:
+        head_path(state).unlink(missing_ok=True)
 
 
 def endpoint_path(state: Path) -> Path:
@@ -132,100 +156,84 @@ def endpoint_path(state: Path) -> Path:
 
 def endpoint_record(state: Path) -> dict[str, Any] | None:
     """What `deploy` recorded of the live endpoint, or None."""
-    try:
-        record: dict[str, Any] = json.loads(endpoint_path(state).read_text())
-        return record
-    except (OSError, ValueError):
-        return None
+    return _read(endpoint_path(state))
 
 
-def logs(state: Path) -> Path:
-    """Where the head and Ray's own processes write their logs."""
-    head = _head(state)
-    return Path(head["session"]) / "logs" if head else state / "logs"
+def running_head(state: Path) -> dict[str, Any] | None:
+    """The recorded head (pid, address, session and its directory) if its process lives."""
+    head = _recorded_head(state)
+    return head if head and is_alive(head) else None
 
 
-def temp_directory(state: Path) -> Path:
-    """Short, because a Unix socket's path may have 107 bytes and Ray appends about 60 of them; one for each state root."""
-    return Path(tempfile.gettempdir()) / f"rk-{os.getuid()}-{hashlib.sha256(str(state).encode()).hexdigest()[:8]}"
+def _recorded_head(state: Path) -> dict[str, Any] | None:
+    return _read(head_path(state))
+
+
+def head_path(state: Path) -> Path:
+    return state / "cluster" / "head.json"
 
 
 def _user_path(state: Path) -> Path:
     return state / "cluster" / "users" / f"{os.getpid()}.json"
 
 
-def _head_path(state: Path) -> Path:
-    return state / "cluster" / "head.json"
-
-
-def _head(state: Path) -> dict[str, Any] | None:
-    """The recorded head if its process lives."""
-    try:
-        head: dict[str, Any] = json.loads(_head_path(state).read_text())
-    except (OSError, ValueError):
-        return None
-    return head if is_alive(head) else None
-
-
 def _users(state: Path) -> list[int]:
     """Pids of live runs on the head."""
     alive = []
     for path in (state / "cluster" / "users").glob("*.json"):
-        try:
-            user = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if is_alive(user):
+        user = _read(path)
+        if user and is_alive(user):
             alive.append(int(user["pid"]))
-        else:
+        elif user:
             path.unlink(missing_ok=True)
     return alive
 
 
-def _head_address(cfg: ClusterConfig, state: Path) -> str:
-    """Address of the running head; starts one under a file lock when there is none."""
-    import fcntl
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        loaded: dict[str, Any] = json.loads(path.read_text())
+        return loaded
+    except (OSError, ValueError):
+        return None
 
-    (state / "logs").mkdir(parents=True, exist_ok=True)
-    with (state / "cluster" / "start.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        head = _head(state)
-        if head is None:
-            head = _start_keeper(cfg, state)
+
+def _head_address(cfg: ClusterConfig, state: Path) -> str:
+    """Address of the running head; starts one when there is none."""
+    with alone(state):
+        head = running_head(state) or _start_keeper(cfg, state)
         return str(head["address"])
 
 
 def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
-    _head_path(state).unlink(missing_ok=True)
-    token(state)
+    if dead := _recorded_head(state):
+        forget(state, dead)
+    endpoint_path(state).unlink(missing_ok=True)  # a head that starts now serves nothing yet
+    (state / "logs").mkdir(parents=True, exist_ok=True)
     log = state / "logs" / "head.log"
     arguments = [str(state), str(_logical_cpus(cfg)), str(cfg.object_store_mb)]
+    search = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     with log.open("wb") as output:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.cluster", *arguments],
+            [sys.executable, "-m", "pipelines.keeper", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-                **_private_environment(state),
-            },
+            env={**os.environ, "PYTHONPATH": search, **_private_environment(state)},
         )
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        head = _head(state)
-        if head is not None:
+    while keeper.poll() is None and time.monotonic() < deadline:
+        if head := running_head(state):
             return head
-        if keeper.poll() is not None:
-            break
         time.sleep(0.1)
-    keeper.kill()
-    raise ResourcesUnavailable(
-        f"Ray did not start within {START_TIMEOUT_S:.0f} s: {_last_line(log)} (whole log: {log})"
+    how = (
+        f"ended with code {keeper.returncode}"
+        if keeper.poll() is not None
+        else f"is not up after {START_TIMEOUT_S:.0f} s"
     )
+    keeper.kill()
+    raise ResourcesUnavailable(f"Ray did not start: its process {how}: {_last_line(log)} (whole log: {log})")
 
 
 def _logical_cpus(cfg: ClusterConfig) -> int:
@@ -265,40 +273,65 @@ def _init(**arguments: Any) -> None:
     try:
         ray.init(namespace="raykeel", log_to_driver=False, logging_level="ERROR", **arguments)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise ResourcesUnavailable(f"cannot join the Ray cluster at {arguments.get('address')}: {first}") from error
+        # On a version mismatch the versions of both sides stand on the later lines.
+        said = " ".join(str(error).split())[:500]
+        raise ResourcesUnavailable(f"cannot join the Ray cluster at {arguments.get('address')}: {said}") from error
 
 
-def _shutdown() -> None:
+def _require_a_cpu(timeout_s: float) -> None:
+    """Data tasks wait for ever on a cluster without CPUs, and silently on one that others fill."""
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while ray.available_resources().get("CPU", 0.0) < 1.0:
+        total = ray.cluster_resources().get("CPU", 0.0)
+        if total < 1.0 or time.monotonic() > deadline:
+            raise ResourcesUnavailable(
+                f"a stage needs 1 CPU at least; the cluster has {total:g} and none of them came free in {timeout_s:.0f} s: "
+                f"start it with CPUs (cluster.num_cpus for a local one) or stop what holds them"
+            )
+        time.sleep(0.2)
+
+
+def stop_here() -> None:
+    """Leave the cluster, or end it when it was started in this process."""
     import ray
 
     ray.shutdown()
 
 
-def _start_here(cfg: ClusterConfig, state: Path) -> None:
-    temporary = temp_directory(state)
-    temporary.mkdir(mode=0o700, exist_ok=True)
-    if temporary.stat().st_uid != os.getuid():
+def short_directory() -> Path:
+    """A private directory whose path is short enough for Ray's sockets. Raises ResourcesUnavailable."""
+    directory = Path(tempfile.mkdtemp(prefix="rk-"))  # mode 0700; Ray makes its own below it, open to all
+    if len(str(directory)) > SOCKET_ROOM:
+        directory.rmdir()
         raise ResourcesUnavailable(
-            f"{temporary} belongs to another user; remove it or set TMPDIR to a short directory of your own"
+            f"{directory} is too long for Ray's sockets ({len(str(directory))} > {SOCKET_ROOM} bytes): set TMPDIR=/tmp"
         )
-    if len(str(temporary)) > 45:
-        raise ResourcesUnavailable(
-            f"{temporary} is too long for Ray's sockets ({len(str(temporary))} > 45 bytes): set TMPDIR=/tmp"
-        )
+    return directory
+
+
+def start_here(cfg: ClusterConfig, directory: Path) -> str:
+    """Start a private Ray in this process; returns its address."""
+    from ray._private import services
+
+    # With usage statistics off, the dashboard process still asks the cloud's metadata address where it runs. Without a
+    # dashboard that is all it does, so it is not started: 120 MB and one port less.
+    services.start_api_server = lambda *arguments, **options: ("", None)
     _init(
         address="local",
         num_cpus=_logical_cpus(cfg),
         include_dashboard=False,
         object_store_memory=cfg.object_store_mb * 2**20,
-        _temp_dir=str(temporary),
+        _temp_dir=str(directory / "r"),
     )
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _require_listening(address: str, timeout_s: float) -> None:
     """Ray itself retries a dead address for minutes."""
-    import socket
-
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ResourcesUnavailable(
@@ -318,33 +351,3 @@ def _last_line(log: Path) -> str:
     except OSError:
         lines = []
     return lines[-1] if lines else "it said nothing"
-
-
-def keep(state: Path, num_cpus: int, object_store_mb: int) -> None:
-    """The keeper's life: start Ray, record it, wait until nobody needs it or SIGTERM."""
-    stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the run, not for what serves
-    cfg = ClusterConfig(num_cpus=num_cpus, object_store_mb=object_store_mb)
-    _start_here(cfg, state)
-    import ray
-
-    session = ray._private.worker._global_node.get_session_dir_path()
-    record = {**identity(), "address": ray.get_runtime_context().gcs_address, "session": session}
-    temporary = _head_path(state).with_suffix(".new")
-    temporary.write_text(json.dumps(record))
-    temporary.replace(_head_path(state))
-    idle_since = time.monotonic()
-    while not stopping:
-        time.sleep(0.5)
-        if _users(state) or endpoint_record(state):
-            idle_since = time.monotonic()
-        elif time.monotonic() - idle_since > IDLE_EXIT_S:
-            break
-    ray.shutdown()
-    _head_path(state).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    quiet()
-    keep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -62,6 +62,9 @@ class ClusterConfig:
     """Seconds to wait for an attached cluster."""
 
     def __post_init__(self) -> None:
+        for name in ("num_cpus", "object_store_mb", "connect_timeout_s"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"cluster.{name} must be above 0, got {value}")
         if self.mode is ClusterMode.attach and self.address is None:
             raise ValueError(
                 "cluster.address has no value: cluster=attach needs cluster.address=<host:port of the Ray head>"

@@ -47,7 +47,7 @@ class Facts:
     @property
     def verdict(self) -> str:
         if self.status != "FINISHED":
-            return f"{self.status}: {self.problem}"
+            return f"{self.status}: {self.problem.partition(chr(10))[0]}"
         bits = self.of(EvalReport).get("metrics", {}).get("bits_per_byte")
         score = f"{bits:.2f} bits per byte, " if bits is not None else ""
         version = self.of(ModelVersion)
@@ -117,7 +117,9 @@ def data_rows(facts: Facts) -> list[list[str]]:
 def markdown(facts: Facts) -> str:
     """The description of the MLflow parent run."""
     report, served = facts.of(EvalReport), facts.of(Endpoint)
-    parts = [f"## {facts.title}: {facts.verdict}"]
+    parts = [f"## {facts.title}: {_one_line(facts.verdict)}"]
+    if "\n" in facts.problem:
+        parts.append(_fenced(facts.problem))
     if report:
         header, rows = metric_rows(facts)
         parts.append(_markdown_table(header, rows))
@@ -141,27 +143,37 @@ def markdown(facts: Facts) -> str:
         parts.append(
             f"### Registry\n`models:/{version['name']}/{version['version']}`, digest `{version['digest'][:16]}`"
         )
-    parts.append("### Stages\n" + _markdown_table(["stage", "", "seconds", "result"], stage_rows(facts)))
-    parts.append(
-        f"### Reproduce\n{_fenced(facts.command)}\nseed {facts.seed}; the whole report is `report.html` among the artifacts."
-    )
+    parts.append("### Stages\n" + _markdown_table(["stage", "", "seconds", "result", "made by run"], stage_rows(facts)))
+    parts.append(f"### Reproduce\n{_fenced(facts.command)}\nseed {facts.seed}, {commit_line(facts)}")
+    parts.append("The whole report is `report.html` among the artifacts.")
     return "\n\n".join(parts)
 
 
 def stage_rows(facts: Facts) -> list[list[str]]:
+    """One row a stage: what became of it, what it cost when it was made, its number, the MLflow run that made it."""
     rows = []
     for step in facts.steps:
         meta = step.record.meta if step.record else {}
-        made = step.record.digest[:12] if step.record else ""
+        made = f"{meta.get('run_id') or 'unrecorded'}" if step.record else ""
         rows.append(
             [
                 step.name,
                 step.action if step.record else "not made",
                 str(meta.get("seconds", "")),
-                f"{meta.get('headline', '')} {made}".strip(),
+                meta.get("headline", ""),
+                made,
             ]
         )
     return rows
+
+
+def commit_line(facts: Facts) -> str:
+    """Commit of the code that made the newest result, and whether it had uncommitted changes."""
+    for step in reversed(facts.steps):
+        git = step.record.meta.get("git") if step.record else None
+        if git:
+            return f"commit {git['commit'][:12]}" + (" with uncommitted changes" if git["dirty"] else "")
+    return "not in a git checkout"
 
 
 def gate_lines(approval: dict[str, Any]) -> list[str]:
@@ -210,8 +222,8 @@ def page(facts: Facts) -> str:
             "<h2>Measured over HTTP</h2>"
             + _html_table(["", ""], [[k, _number(v)] for k, v in sorted(probe["metrics"].items())])
         )
-    body.append("<h2>Stages</h2>" + _html_table(["stage", "", "seconds", "result"], stage_rows(facts)))
-    body.append(f"<h2>Reproduce</h2><pre>{e(facts.command)}</pre><p>seed {facts.seed}</p>")
+    body.append("<h2>Stages</h2>" + _html_table(["stage", "", "seconds", "result", "made by run"], stage_rows(facts)))
+    body.append(f"<h2>Reproduce</h2><pre>{e(facts.command)}</pre><p>seed {facts.seed}, {e(commit_line(facts))}</p>")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{e(facts.title)}: {e(facts.verdict)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>"

@@ -4,9 +4,13 @@ the world of its own: it may be lost (`make down`) while the version stays.
 One `endpoint` is one Serve application at `/`; another model there is a roll-out. The new version loads and answers its
 golden questions before the old one ends, and the alias `champion` moves last."""
 
+import contextlib
+import fcntl
 import ipaddress
 import re
+import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,20 +123,36 @@ def deploy(cfg: DeployConfig, ctx: Context, model: ModelVersion) -> Endpoint:
     """Trial, switch, ask through the public address, record, move the aliases; any failure leaves what served before."""
     from stages.serving import deployment
 
-    before = read_record(ctx.state)
-    port = deployment.running_port()
-    if port is not None:
-        deployment.require_route(cfg.endpoint)
-    deployed = _wanted(cfg, model, port or cfg.port)
-    ready = ask_ready(deployed.base_url) if port is not None else None
-    if before is not None and ready is not None and deployed.serves(ready) and before.instance == ready["instance"]:
-        deployed = before  # exactly this serves already
-    else:
-        deployed = _roll_out(cfg, ctx, deployed, before, something_serves=ready is not None)
-    write_record(ctx.state, deployed)
-    _move_aliases(ctx.registry, deployed.model, deployed.version)
-    _announce(cfg, ctx, deployed)
-    return Endpoint(uri=Endpoint.write(ctx.output, deployed.summary()).uri)
+    with _alone(ctx):
+        before = read_record(ctx.state)
+        running = deployment.running_port()
+        if running is not None:
+            deployment.require_route(cfg.endpoint)
+        deployed = _wanted(cfg, model, running or cfg.port)
+        ready = ask_ready(deployed.base_url) if running is not None else None
+        if before is not None and ready is not None and deployed.serves(ready) and before.instance == ready["instance"]:
+            deployed = before  # exactly this serves already
+        else:
+            deployed = _roll_out(cfg, ctx, deployed, before, something_serves=ready is not None)
+        write_record(ctx.state, deployed)
+        _move_aliases(ctx.registry, deployed.model, deployed.version)
+    _announce(cfg, ctx, deployed, running)
+    return Endpoint.write(ctx.output, deployed.summary())
+
+
+@contextlib.contextmanager
+def _alone(ctx: Context) -> Iterator[None]:
+    """Two roll-outs on one endpoint would undo each other: the second waits. The kernel frees the lock of a killed one."""
+    ctx.state.mkdir(parents=True, exist_ok=True)
+    with (ctx.state / "deploy.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                ctx.progress(0.0, "another deployment is under way; waiting")
+                time.sleep(0.5)
+        yield
 
 
 def _wanted(cfg: DeployConfig, model: ModelVersion, port: int) -> Deployed:
@@ -212,7 +232,8 @@ def _move_aliases(registry: Registry, name: str, version: int) -> None:
     registry.set_alias(name, CHAMPION, version)
 
 
-def _announce(cfg: DeployConfig, ctx: Context, deployed: Deployed) -> None:
+def _announce(cfg: DeployConfig, ctx: Context, deployed: Deployed, running: int | None) -> None:
     port = int(deployed.base_url.rpartition(":")[2])
-    taken = "" if port == cfg.port else f" (port {cfg.port} was taken when Serve started)"
+    taken = f" (port {cfg.port} is taken)" if running is None else f" (Serve keeps port {port} until make down)"
+    taken = "" if port == cfg.port else taken
     ctx.headline(f"{deployed.model}@{deployed.version} at {deployed.base_url}{taken}")

@@ -79,6 +79,7 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
     table = Table.of(shards(corpus.local()))
     windows = ctx.work / "windows"
     shutil.rmtree(windows, ignore_errors=True)  # another attempt's
+    windows.mkdir()
     counts = _pack(table, cfg, ctx, windows)
     for split in SPLITS:
         if not counts[split]["rows"]:

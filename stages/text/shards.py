@@ -73,7 +73,8 @@ class ShardWriter:
     def _flush(self) -> None:
         if self._columns[0]:
             if self._writer is None:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                # Not its parents: a worker that outlives an interrupted attempt must not make the attempt's directory again.
+                self.directory.mkdir(exist_ok=True)
                 self._writer = pyarrow.parquet.ParquetWriter(self._partial, self.schema, compression="zstd")
             self._writer.write_table(pyarrow.table(self._columns, schema=self.schema))
         self._columns = [[] for _ in self.schema.names]
@@ -93,7 +94,7 @@ def _partial(path: Path) -> Path:
 
 def write_shard(path: Path, table: pyarrow.Table) -> None:
     """One whole shard at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     partial = _partial(path)
     pyarrow.parquet.write_table(table, partial, compression="zstd")
     partial.replace(path)

@@ -180,4 +180,4 @@ def test_down_stops_the_endpoint_and_leaves_no_process(project: Project, quickst
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     assert not (project.state / "endpoint.json").exists()
-    assert "deploy" in project.cli("plan", *SMALL) and "the endpoint" in project.cli("plan", *SMALL)
+    assert "nothing is deployed from here" in project.cli("plan", *SMALL)

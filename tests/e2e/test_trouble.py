@@ -112,6 +112,7 @@ def test_ctrl_c_in_training_ends_in_15_seconds_and_what_served_still_serves(proj
     served = project.ready()
     run = start(project, *SMALL, "stages.train.max_steps=5000")
     wait_for_step(project, run)
+    assert training_processes(project)  # the control: there is something to leave behind
     begun = time.monotonic()
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=15) == 130

@@ -120,7 +120,7 @@ def test_the_first_version_serves_on_the_next_port_when_the_wanted_one_is_taken(
     facts = endpoint.summary()
     port = int(facts["base_url"].rpartition(":")[2])
     assert house.port < port < house.port + 20
-    assert said == [f"{NAME}@1 at {facts['base_url']} (port {house.port} was taken when Serve started)"]
+    assert said == [f"{NAME}@1 at {facts['base_url']} (port {house.port} is taken)"]
     assert ask_ready(facts["base_url"]) == {name: value for name, value in facts.items() if name != "base_url"}
     assert house.registry.alias(NAME, "champion") == 1 and house.registry.alias(NAME, "previous") is None
     assert holds(endpoint, None, house.state) is None
