@@ -58,7 +58,7 @@ def job(cfg: TrainConfig, data: TokenDataset, work: Path, *, seed: int = 0, base
 def _rank(rank: int, given: list[tuple[Job, int]]) -> None:
     from stages.training.loop import run
 
-    faulthandler.dump_traceback_later(100, exit=True)  # ranks that wait for each other say where, and end
+    faulthandler.dump_traceback_later(240, exit=True)  # ranks that wait for each other say where, and end
     for one, port in given:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         run(one)
