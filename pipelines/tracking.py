@@ -229,10 +229,6 @@ class MlflowRegistry(RegistryReader):
     def set_alias(self, name: str, alias: str, version: int) -> None:
         self._client.set_registered_model_alias(name, alias, str(version))
 
-    def tag(self, name: str, version: int, tags: Mapping[str, str]) -> None:
-        for key, value in tags.items():
-            self._client.set_model_version_tag(name, str(version), key, value)
-
 
 def changed_params(cfg: StageConfig) -> dict[str, str]:
     """Flat name -> value of the fields that differ from their defaults (and those that have none)."""

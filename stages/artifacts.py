@@ -93,7 +93,8 @@ class TokenDataset(Artifact):
     Columns, all plain list<int32>: `input_ids` [sequence_length]; `labels` [sequence_length], equal to the id at the same
     position or -100 where no loss is taken (prompt, padding, first token of a document); `document_starts`, positions at
     which a document begins (padding counts as a document of its own). Summary: sequence_length, vocab_size, eos_token_id,
-    and for each split: rows, documents, tokens, supervised_tokens, supervised_bytes (UTF-8), utilisation.
+    and for each split: rows, documents, tokens, supervised_tokens, supervised_bytes (UTF-8), utilisation, and the text
+    tokens that carry no label (first_tokens, unsupervised_bytes), so that bits per byte can count every byte.
     """
 
     @classmethod

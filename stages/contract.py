@@ -79,8 +79,6 @@ class Registry(Protocol):
 
     def set_alias(self, name: str, alias: str, version: int) -> None: ...
 
-    def tag(self, name: str, version: int, tags: Mapping[str, str]) -> None: ...
-
     def resolve(self, model: str) -> tuple[str, str]:
         """`models:/name@alias` or `models:/name/3` -> (uri of the directory, content digest). StageError when there is none."""
 
@@ -97,7 +95,7 @@ class Context:
     state: Path
     """Root of this project's state on this machine (`.raykeel/`): the endpoint record and log files live here."""
     fingerprint: str
-    """64 hex characters. The name of the Ray Train run, so that Ray never resumes another recipe's weights."""
+    """64 hex characters: identity of this result. The name of the Ray Train run, so that Ray never resumes another recipe's weights."""
     seed: int
     tracker: Tracker
     registry: Registry

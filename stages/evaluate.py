@@ -130,7 +130,8 @@ def _measure(
         cause = error.cause
         raise cause if isinstance(cause, StageError) else StageError(f"evaluation failed: {cause}") from error
     except BaseException:
-        ray.cancel(task, force=True)
+        if not ray.wait([task], timeout=0.0)[0]:  # see train: never a task that has ended
+            ray.cancel(task, force=True)
         raise
     return result
 

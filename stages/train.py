@@ -141,6 +141,7 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
         while not ray.wait([outcome], timeout=POLL_S)[0]:
             report.poll()
             if (job.work / REFUSED).exists():
+                ray.wait([outcome], timeout=5.0)  # `fit()` is about to return
                 raise StageError((job.work / REFUSED).read_text("utf-8"))
         error = ray.get(outcome)
     except BaseException:
@@ -160,8 +161,10 @@ def _take_down(outcome: Any, work: Path) -> None:
     import ray
     from ray.util.placement_group import PlacementGroup
 
-    ray.cancel(outcome, force=True, recursive=False)
-    ray.wait([outcome], timeout=5)
+    # A forced cancel that meets the task's reply ends this process (a failed check in Ray): only a task that still runs.
+    if not ray.wait([outcome], timeout=0.0)[0]:
+        ray.cancel(outcome, force=True, recursive=False)
+        ray.wait([outcome], timeout=5)
     if (work / PLACED).exists():
         ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex((work / PLACED).read_text())))
 

@@ -62,9 +62,6 @@ class MemoryRegistry:
     def set_alias(self, name: str, alias: str, version: int) -> None:
         self.aliases[name, alias] = version
 
-    def tag(self, name: str, version: int, tags: Mapping[str, str]) -> None:
-        self.tags.setdefault((name, version), {}).update(tags)
-
     def resolve(self, model: str) -> tuple[str, str]:
         name, _, alias = model.removeprefix("models:/").partition("@")
         version = self.aliases.get((name, alias)) if alias else int(name.partition("/")[2])

@@ -262,3 +262,18 @@ def test_serves_yaml_still_accepts_a_misspelt_key() -> None:
     except ValueError:
         pytest.fail("Serve refuses unknown keys now: its YAML has become an option beside stages/serving/deployment.py")
     assert parsed.applications[0].deployments[0].num_replicas != 7
+
+
+def test_the_dashboard_process_still_asks_the_cloud_where_it_is_before_it_looks_whether_it_may() -> None:
+    from ray.dashboard.modules.usage_stats.usage_stats_head import UsageStatsHead
+
+    source = inspect.getsource(UsageStatsHead.run)
+    asks, looks = source.find("get_cluster_config_to_report("), source.find("usage_stats_enabled")
+    assert 0 <= asks < looks, "start the dashboard process again: remove the line in cluster.start_here"
+
+
+def test_a_serve_replica_still_opens_a_port_on_all_interfaces() -> None:
+    from ray.serve._private import replica
+
+    source = inspect.getsource(replica)
+    assert 'add_port_to_grpc_server(self._server, "[::]:0")' in source, "remove deployment.listen_on_loopback"

@@ -154,7 +154,6 @@ def test_the_light_reader_agrees_with_the_registry_that_mlflow_wrote(tmp_path: P
     assert registry.find("m", model.digest) is None
     assert registry.register("m", model, {"data": "x"}, {"loss": 1.0}) == 1
     registry.set_alias("m", "candidate", 1)
-    registry.tag("m", 1, {"state": "serving"})
     reader = RegistryReader(tracking.uri)
     assert reader.find("m", model.digest) == 1
     assert reader.alias("m", "candidate") == 1 and reader.alias("m", "champion") is None
