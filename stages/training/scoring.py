@@ -129,9 +129,12 @@ def _samples(question: Question, trained: Any, before: Any | None) -> list[dict[
         question.checkpoint, local_files_only=True, trust_remote_code=False
     )
     made: list[dict[str, str]] = []
+    total = sum(1 for _ in documents(question.corpus, VALIDATION))
+    # Spread over the split: neighbours in id order are about the same thing.
+    wanted = {number * total // question.samples for number in range(question.samples)}
     for index, (document, prompt, text) in enumerate(documents(question.corpus, VALIDATION)):
-        if len(made) == question.samples:
-            break
+        if index not in wanted:
+            continue
         start = prompt or text[: question.prompt_characters]
         ids = tokenizer(start, add_special_tokens=False)["input_ids"]
         if not ids:
