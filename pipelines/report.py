@@ -183,8 +183,8 @@ def gate_lines(approval: dict[str, Any]) -> list[str]:
 
 def sample_parts(sample: dict[str, Any]) -> list[tuple[str, str]]:
     """A sample's texts in reading order: prompt, before (when fine-tuned), after."""
-    order = [k for k in ("prompt", "reference", "before", "completion", "after") if sample.get(k)]
-    return [(key, str(sample[key])) for key in order]
+    order = [key for key in ("prompt", "before", "completion") if key in sample]
+    return [(key, str(sample[key]) or "(nothing: the model ends here)") for key in order]
 
 
 def page(facts: Facts) -> str:

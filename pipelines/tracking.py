@@ -146,6 +146,11 @@ class Sender:
         except MlflowException as error:
             if error.error_code not in NEVER_ACCEPTED or self.run_id is None:
                 raise
+            points = line.get("points", [])
+            if len(points) > 1:  # one bad name among many
+                for point in points:
+                    self.send({"op": "metrics", "points": [point]})
+                return
             logging.getLogger(__name__).warning("MLflow refuses a %s line: %s", line["op"], redacted(str(error)))
 
     def _send_create(self, line: dict[str, Any]) -> None:
@@ -169,7 +174,7 @@ class Sender:
     def _send_metrics(self, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        batch = [Metric(key, value, line["at"], line["step"]) for key, value in line["metrics"].items()]
+        batch = [Metric(key, value, at, step) for key, value, at, step in line["points"]]
         self._tracking.client.log_batch(self.run_id, metrics=batch)
 
     def _send_params(self, line: dict[str, Any]) -> None:

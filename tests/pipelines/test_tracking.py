@@ -102,8 +102,8 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
             "at": 1000,
             "owner": owner,
         },
-        {"op": "metrics", "metrics": {"loss": 2.5}, "step": 7, "at": 2000},
-        {"op": "metrics", "metrics": {"a name @ that MLflow refuses": 1.0}, "step": 7, "at": 2500},
+        {"op": "metrics", "points": [["loss", 2.5, 2000, 7]]},
+        {"op": "metrics", "points": [["a name @ that MLflow refuses", 1.0, 2500, 7]]},
         {"op": "end", "status": "FAILED", "at": 3000},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
