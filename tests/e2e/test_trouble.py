@@ -58,9 +58,13 @@ def test_an_absent_mlflow_server_exits_with_5_within_15_seconds(project: Project
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     begun = time.monotonic()
-    printed = project.cli("run", *DATA, "tracking=server", f"tracking.uri=http://127.0.0.1:{port}", check=5)
+    uri = f"tracking.uri=http://bob:CANARY@127.0.0.1:{port}"
+    printed = project.cli("run", *DATA, "tracking=server", uri, check=5)
     assert time.monotonic() - begun < 15
     assert "no MLflow server answers" in printed and records(project) == set()
+    printed += project.cli("config", "tracking=server", uri)
+    written = [path for path in project.state.rglob("*") if path.is_file() and b"CANARY" in path.read_bytes()]
+    assert "CANARY" not in printed and written == []
 
 
 def test_a_state_directory_that_cannot_be_written_exits_with_1(tmp_path: Path) -> None:
