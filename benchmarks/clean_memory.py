@@ -52,6 +52,7 @@ def generate(directory: Path, megabytes: int) -> None:
 
     chance = random.Random(0)
     words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 9))) for _ in range(WORDS)]
+    directory.mkdir(parents=True, exist_ok=True)
     written, count, text = 0, 0, ""
     with ShardWriter(directory / "rows", ROWS_SCHEMA) as writer:
         while written < megabytes * 1_000_000:

@@ -90,9 +90,11 @@ def test_no_pickle_and_no_remote_code() -> None:
 
 
 def loaded_by(code: str) -> set[str]:
-    script = f"{code}\nimport sys; print(' '.join(sorted(m for m in {HEAVY!r} if m in sys.modules)))"
+    script = f"{code}\nimport sys; print('LOADED', *[m for m in {HEAVY!r} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(run.stdout.strip().splitlines()[-1].split()) if run.stdout.strip() else set()
+    marker, *modules = run.stdout.splitlines()[-1].split()
+    assert marker == "LOADED"
+    return set(modules)
 
 
 def test_importing_every_verb_loads_nothing_heavy() -> None:

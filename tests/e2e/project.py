@@ -43,14 +43,19 @@ class Project:
     @property
     def watched(self) -> dict[str, str]:
         """An environment in which every Python process notes where it connects to."""
-        hook = self.state.parent / "hook"
-        hook.mkdir(exist_ok=True)
+        hook = self.notes / "hook"
+        hook.mkdir(parents=True, exist_ok=True)
         (hook / "sitecustomize.py").write_text(WATCH.format(log=str(self.connections)))
         return {"PYTHONPATH": str(hook)}
 
     @property
     def connections(self) -> Path:
-        return self.state.parent / "connections.log"
+        return self.notes / "connections.log"
+
+    @property
+    def notes(self) -> Path:
+        """A place beside the state root, also when that cannot be made."""
+        return self.state.parent.parent / f"{self.state.parent.name}-notes"
 
     def cli(self, command: str, *overrides: str, check: int | None = 0, env: dict[str, str] | None = None) -> str:
         run = subprocess.run(

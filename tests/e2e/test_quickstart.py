@@ -150,6 +150,7 @@ def test_a_refused_gate_registers_and_deploys_nothing_and_what_served_still_serv
     assert len(project.client.search_model_versions("name='quickstart'")) == 1
 
 
+@pytest.mark.slow
 def test_finetune_tunes_the_champion_and_is_deployed_over_it(project: Project, quickstart: str, tmp_path: Path) -> None:
     rows = tmp_path / "my.jsonl"
     rows.write_text(

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.ray
 
 def rows_of(directory: Path, given: Given, rows_per_shard: int = 10_000) -> Rows:
     """Rows (id, prompt, text) as ingest writes them."""
+    directory.mkdir(parents=True)
     with ShardWriter(directory / "rows", ROWS_SCHEMA, rows_per_shard=rows_per_shard) as writer:
         for row_id, prompt, text in given:
             writer.write(row_id, "test", prompt, text)

@@ -68,6 +68,7 @@ def test_documents_of_one_split_come_in_id_order(tmp_path: Path) -> None:
 
 def packed_shard(path: Path, ids: list[list[int]], starts: list[list[int]]) -> None:
     kind = pyarrow.list_(pyarrow.int32())
+    path.parent.parent.mkdir(exist_ok=True)
     columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids], "document_starts": starts}
     write_shard(path, pyarrow.table({name: pyarrow.array(value, kind) for name, value in columns.items()}))
 

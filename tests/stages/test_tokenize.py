@@ -25,6 +25,7 @@ pytestmark = pytest.mark.ray
 
 def corpus_of(directory: Path, given: Given) -> Corpus:
     """(prompt, text, split) as clean writes them."""
+    directory.mkdir(parents=True)
     with ShardWriter(directory / "rows", CORPUS_SCHEMA) as writer:
         for index, (prompt, text, split) in enumerate(given):
             writer.write(f"row:{index:09d}", "test", prompt, text, split)
