@@ -44,7 +44,7 @@ def quoted(name: str, field: str, results: Path = RESULTS) -> str:
         value = value[key]
     if isinstance(value, list):
         return f"[{', '.join(number(item) for item in value)}]"
-    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def main() -> int:
