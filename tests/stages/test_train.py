@@ -151,6 +151,7 @@ def test_the_tracker_and_the_console_get_each_step_once_with_its_numbers(make_co
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # the end-to-end test trains under Ray in the default run
 def test_two_ray_workers_train_what_one_process_trains(make_context, data, ray_session):
     ctx, alone = make_context("train"), make_context("alone")
     train(config(launcher=Launcher.ray, max_steps=6), ctx, data).check()
