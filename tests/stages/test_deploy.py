@@ -20,7 +20,7 @@ from stages.contract import Context, ResourcesUnavailable, StageError
 from stages.deploy import DeployConfig, DeployResources, deploy, holds, replaces
 from stages.probe import ProbeConfig, probe
 from stages.serving.ask import stream_answer
-from stages.serving.endpoint import ask_ready, read_record
+from stages.serving.endpoint import Deployed, ask_ready, read_record
 from stages.serving.golden import check_golden
 from stages.serving.model import load_model
 from tests.stages.tiny_model import save_tiny_model
@@ -72,6 +72,16 @@ def house(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     taken = free_port()
     yield House(port=taken, root=root, state=root / "state")
     serve.shutdown()
+
+
+@pytest.fixture
+def serving(house: House, make_context: Callable[..., Context]) -> Deployed:
+    """What serves now; version 2 when no test of this file deployed anything yet."""
+    if read_record(house.state) is None:
+        deploy(house.cfg(), house.context(make_context("deploy")), house.version(2))
+    record = read_record(house.state)
+    assert record is not None
+    return record
 
 
 class Traffic:
@@ -205,10 +215,9 @@ def sabotaged(house: House, made: Context, number: int, sabotage: Callable[[], N
 
 @pytest.mark.slow
 def test_a_version_that_fails_after_its_trial_is_rolled_back(
-    house: House, make_context: Callable[..., Context]
+    house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
-    before = read_record(house.state)
-    assert before is not None
+    before = serving
     ctx, receipt = sabotaged(house, make_context("deploy"), 5, lambda: forget_weights(house.root / "v5"))
     with Traffic(before.base_url) as traffic, pytest.raises(StageError) as caught:
         deploy(house.cfg(), ctx, receipt)
@@ -222,10 +231,9 @@ def test_a_version_that_fails_after_its_trial_is_rolled_back(
 
 @pytest.mark.slow
 def test_an_interrupt_during_the_roll_out_leaves_the_old_version(
-    house: House, make_context: Callable[..., Context]
+    house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
-    before = read_record(house.state)
-    assert before is not None
+    before = serving
     receipt = broken(house, 6, lambda directory: None)
 
     def progress(fraction: float, text: str) -> None:
@@ -296,10 +304,9 @@ def test_errors_keep_their_shape_and_status_behind_serve(house: House) -> None:
 
 @pytest.mark.slow
 def test_a_long_answer_in_flight_is_finished_by_the_old_version(
-    house: House, make_context: Callable[..., Context]
+    house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
-    before = read_record(house.state)
-    assert before is not None
+    before = serving
     house.directories[7] = save_tiny_model(house.root / "v7", seed=7, context=60_000)
     deploy(house.cfg(), house.context(make_context("deploy")), house.version(7))
     client = openai.OpenAI(base_url=f"{before.base_url}/v1", api_key="none", max_retries=0)
