@@ -144,8 +144,10 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
                 ray.wait([outcome], timeout=5.0)  # `fit()` is about to return
                 raise StageError((job.work / REFUSED).read_text("utf-8"))
         error = ray.get(outcome)
-    except BaseException:
+    except BaseException as stopped:
         _take_down(outcome, job.work)
+        if isinstance(stopped, SystemError) and stopped.__cause__ is not None:
+            raise stopped.__cause__ from None  # what Ray's C code makes of a Ctrl-C that arrives inside its wait
         raise
     report.poll()
     if (job.work / REFUSED).exists():

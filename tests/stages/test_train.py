@@ -192,40 +192,6 @@ def test_a_killed_worker_changes_no_bit_of_losses_and_weights(make_context, data
     assert tiny.tree(ctx.output) == tiny.tree(tmp_path / "plain" / "export")
 
 
-def living_actors() -> list[str]:
-    import ray
-
-    ours = [a for a in ray._private.state.actors().values() if a["ActorClassName"] != "_AutoscalingCoordinatorActor"]
-    return [actor["ActorClassName"] for actor in ours if actor["State"] != "DEAD"]  # that one is the cluster's own
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_ctrl_c_takes_down_workers_and_placement_groups(make_context, data, ray_session):
-    import psutil
-    import ray
-
-    ctx = make_context("train")
-    pressed = []
-    once_seen(ctx.work, 3, lambda: (pressed.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT)))
-    with pytest.raises(KeyboardInterrupt):
-        train(config(launcher=Launcher.ray, max_steps=100_000), ctx, data)
-    print("seconds from Ctrl-C to the return", time.monotonic() - pressed[0])
-    pids = [json.loads((ctx.work / "workers" / f"rank-{r}.json").read_text())["pid"] for r in (0, 1)]
-    while time.monotonic() < pressed[0] + 15 and (
-        any(map(psutil.pid_exists, pids))
-        or {g["state"] for g in ray.util.placement_group_table().values()} - {"REMOVED"}
-        or ray.available_resources()["CPU"] < 4
-        or living_actors()
-    ):
-        time.sleep(0.1)
-    print("seconds from Ctrl-C to nothing left", time.monotonic() - pressed[0])
-    assert not any(map(psutil.pid_exists, pids))
-    assert {g["state"] for g in ray.util.placement_group_table().values()} <= {"REMOVED"}
-    assert ray.available_resources()["CPU"] == 4
-    assert not living_actors()
-
-
 @pytest.mark.ray
 def test_more_workers_than_the_cluster_holds_are_refused_in_seconds(make_context, data, ray_session):
     start = time.monotonic()
