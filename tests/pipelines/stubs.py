@@ -70,6 +70,8 @@ def double(cfg: DoubleConfig, ctx: Context, rows: Rows) -> Corpus:
         raise GateRefused("not good enough")
     if cfg.trouble == "crash":
         raise KeyError("a bug")
+    if cfg.trouble == "full":
+        Path("/dev/full").write_text("the kernel's own word for a full disk")
     if cfg.trouble == "kill":
         (ctx.output / "half-written").write_text("x")
         (ctx.work / "resumable").write_text("kept")

@@ -167,6 +167,14 @@ def test_a_failed_stage_publishes_nothing_and_mlflow_says_failed(
     assert executions(state) == ["make", "double", "double", "judge"]
 
 
+def test_a_disk_that_fills_during_a_stage_is_named_with_what_is_left(state: Path) -> None:
+    with pytest.raises(
+        StageError, match=r"double: no space left under .*store \(\d+ MB free\): free some, or set store\.root"
+    ):
+        go(app_of(state, double={"trouble": "full"}))
+    assert set(published(state)) == {"make"} and list((state / "store" / "staging").iterdir()) == []
+
+
 def test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right(state: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tests.pipelines.test_runner import app_of, go;"
