@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -125,6 +126,7 @@ def test_ctrl_c_in_training_ends_in_15_seconds_and_what_served_still_serves(proj
     assert list((project.state / "store" / "staging").iterdir()) == []
     assert list((project.state / "store" / "leases").glob("*.json")) == []
     assert not training_processes(project)
+    assert left_on_the_cluster(project) == {"groups": [], "cpus": 3.5}  # 4, less what the endpoint holds
     killed = [r for r in project.runs("quickstart") if r.info.status == "KILLED"]
     assert {r.data.tags["mlflow.runName"].split()[0] for r in killed} == {"quickstart", "train"}
 
@@ -173,6 +175,26 @@ def wait_for_step(project: Project, run: "subprocess.Popen[bytes]", at_least: in
             return
         time.sleep(0.2)
     raise AssertionError("training did not begin")
+
+
+def left_on_the_cluster(project: Project) -> dict[str, Any]:
+    """Placement groups that are not removed, and free CPUs, as Ray itself counts them (given 15 s to settle)."""
+    script = (
+        "import json, sys, time; from pathlib import Path; from pipelines import cluster; from pipelines.config import ClusterConfig\n"
+        "with cluster.connect(ClusterConfig(), Path(sys.argv[1])):\n"
+        "    import ray; from ray.util import placement_group_table\n"
+        "    end = time.monotonic() + 15\n"
+        "    while True:\n"
+        "        groups = [g['state'] for g in placement_group_table().values() if g['state'] != 'REMOVED']\n"
+        "        cpus = ray.available_resources().get('CPU', 0.0)\n"
+        "        if (not groups and cpus >= 3.5) or time.monotonic() > end: break\n"
+        "        time.sleep(0.2)\n"
+        "    print(json.dumps({'groups': groups, 'cpus': cpus}))"
+    )
+    command = [sys.executable, "-c", script, str(project.state)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=True)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 def training_processes(project: Project) -> list[str]:
