@@ -6,25 +6,29 @@ Exit codes: 0 ok, 1 configuration, 2 stage failed, 3 gate refused, 4 awaiting ap
 """
 
 import argparse
-import itertools
+import importlib
 import logging
 import os
 import re
 import sys
-import time
 import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from pipelines.config import AppConfig, compose, compose_node, expand_sweep, redacted
+from pipelines import log_file
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 
-_logs: list[Path] = []
-"""Where this invocation writes its logs, once it does."""
-
-COMMANDS = ("run", "plan", "why", "config", "sweep", "status", "ask", "ui", "down")
+COMMANDS = {
+    "run": "pipelines.commands:run",
+    "plan": "pipelines.commands:plan",
+    "why": "pipelines.commands:why",
+    "config": "pipelines.commands:config",
+    "sweep": "pipelines.commands:sweep",
+    "status": "pipelines.commands:status",
+    "ask": "pipelines.commands:ask",
+    "ui": "pipelines.commands:ui",
+    "down": "pipelines.commands:down",
+}
+"""Command -> its function `(console, overrides, conf) -> exit code`, imported when it is asked for."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,17 +48,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if error.code else 0
     console = Console()
     overrides = from_make(os.environ.get("RAYKEEL_OVERRIDES", "")) + arguments.overrides
-    handler: Callable[[Console, list[str], str | None], int] = globals()[f"_{arguments.command}"]
+    module, _, function = COMMANDS[arguments.command].partition(":")
     try:
-        return handler(console, overrides, arguments.conf)
+        return int(getattr(importlib.import_module(module), function)(console, overrides, arguments.conf))
     except BaseException as error:
         code, message = _verdict(error)
         if code is None:
             raise
         if arguments.traceback:
             traceback.print_exc()
-        if code in (2, 5) and _logs:
-            message += f"\nlogs: {_logs[-1]} (driver.log; head.log and ray/ of the last local Ray)"
+        if code in (2, 5) and (logs := log_file.directory()):
+            message += f"\nlogs: {logs} (driver.log; head.log and ray/ of the last local Ray)"
         console.error(message, code)
         return code
 
@@ -95,217 +99,6 @@ def _verdict(error: BaseException) -> tuple[int | None, str]:
             return code, str(error)
     logging.getLogger(__name__).error("unexpected failure", exc_info=error)  # whole in driver.log
     return 2, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]} (--traceback shows where)"
-
-
-def _run(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import runner, session
-
-    app = compose(overrides, conf)
-    _log_to_file(app)
-    started = time.monotonic()
-    with session.signals(), session.Session(app, console) as opened:
-        outcome = runner.run(app, opened, _as_typed("run", overrides))
-    _say_what_now(console, app, outcome, time.monotonic() - started)
-    return 0
-
-
-def _plan(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import plan, session
-
-    app = compose(overrides, conf)
-    steps, _ = session.planned(app)
-    console.plan(app.name, steps, plan.announcements(steps, app.state_root))
-    to_run = sum(step.action == "run" for step in steps)
-    unknown = sum(step.action == "unknown" for step in steps)
-    console.line(
-        f"{to_run} of {len(steps)} stages to run"
-        + (f", {unknown} to be decided when their inputs are made" if unknown else "")
-    )
-    return 0
-
-
-def _why(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import session
-
-    app = compose(overrides, conf)
-    steps, _ = session.planned(app)
-    for step in steps:
-        if step.action == "reuse":
-            console.line(f"{step.name}: reuse, {step.reason}")
-            continue
-        console.line(f"{step.name}: {step.action}, {step.reason}")
-        for change in step.changes:
-            console.line(f"    {change}")
-    return 0
-
-
-def _config(console: Console, overrides: list[str], conf: str | None) -> int:
-    from omegaconf import OmegaConf
-
-    node = compose_node(overrides, conf)
-    console.line(redacted(OmegaConf.to_yaml(node, resolve=True).rstrip()))
-    return 0
-
-
-def _sweep(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import runner, session
-
-    points = expand_sweep(overrides)
-    if not any(o.startswith("run.until=") for o in overrides) and "evaluate" in compose(points[0], conf).stages:
-        points = [[*point, "run.until=evaluate"] for point in points]
-        console.line("each point runs until evaluate; say run.until=<stage> for more")
-    apps = [compose(point, conf) for point in points]
-    _log_to_file(apps[0])
-    sweep = time.strftime("sweep-%Y%m%d-%H%M%S")
-    rows = []
-    with session.signals(), session.Session(apps[0], console) as opened:
-        for number, (app, point) in enumerate(zip(apps, points, strict=True), 1):
-            console.line(f"\npoint {number} of {len(apps)}: {' '.join(point)}")
-            outcome = runner.run(app, opened, _as_typed("run", point), {"raykeel.sweep": sweep})
-            last = list(outcome.headlines.values())[-1] if outcome.headlines else "reused"
-            rows.append(
-                (" ".join(p for p in point if any(p not in other for other in points)) or "the only point", last)
-            )
-    console.line(f"\n{sweep} (in the MLflow UI: tags.`raykeel.sweep` = '{sweep}')")
-    console.table(rows)
-    return 0
-
-
-def _status(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import cluster
-    from pipelines.registry import ALIASES, RegistryReader, tracking_uri
-    from stages.serving.endpoint import ask_ready
-
-    app = compose(overrides, conf)
-    head, endpoint = cluster.running_head(app.state_root), cluster.endpoint_record(app.state_root)
-    served = "none"
-    if endpoint:
-        answers = "answers" if ask_ready(endpoint["base_url"]) else "does not answer: make run deploys it again"
-        served = f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1, {answers}"
-    registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root))
-    aliases = {alias: registry.alias(app.name, alias) for alias in ALIASES}
-    used = sum(p.stat().st_size for p in app.store_root.rglob("*") if p.is_file()) if app.store_root.exists() else 0
-    console.table(
-        [
-            ("Ray head", f"process {head['pid']}" if head else "not running"),
-            ("endpoint", served),
-            (f"models:/{app.name}", ", ".join(f"{a} = {v}" for a, v in aliases.items() if v) or "no version"),
-            ("store", f"{app.store_root} ({used / 2**20:.1f} MB)"),
-        ]
-    )
-    return 0
-
-
-def _ask(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import cluster
-    from stages.contract import ResourcesUnavailable
-    from stages.serving.ask import stream_answer
-
-    text = os.environ.get("TEXT") or os.environ.get("RAYKEEL_TEXT") or ""
-    if not text:
-        raise ConfigError('nothing to ask: make ask TEXT="os.path.join("')
-    app = compose(overrides, conf)
-    endpoint = cluster.endpoint_record(app.state_root)
-    if endpoint is None:
-        raise ResourcesUnavailable("nothing is served by this project now: make run starts an endpoint")
-    # Straight to stdout: a model's text is neither wrapped nor coloured, and each piece shows as it comes.
-    for piece in itertools.chain([text], stream_answer(endpoint["base_url"], text), ["\n"]):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    return 0
-
-
-def _ui(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines.registry import RegistryReader, tracking_uri
-
-    app = compose(overrides, conf)
-    uri = tracking_uri(app.tracking.uri, app.state_root)
-    if uri.startswith("http"):
-        console.line(f"runs are recorded at {redacted(uri)}: open that address")
-        return 0
-    if not Path(uri.removeprefix("sqlite:///")).exists():
-        raise ConfigError("there is no MLflow store yet: make run makes one")
-    port = os.environ.get("PORT", "5000")
-    # MLflow's own start page is for chat traces; this part of the address opens it on runs and curves.
-    view = "?workflowType=machine_learning"
-    rows = [("all runs", f"http://127.0.0.1:{port}/#/experiments{view}")]
-    if latest := RegistryReader(uri).latest_run():
-        experiment, run_id, name = latest
-        rows.insert(0, (name, f"http://127.0.0.1:{port}/#/experiments/{experiment}/runs/{run_id}{view}"))
-    console.table(rows)
-    console.line("Ctrl-C ends it; another port: make ui PORT=5001")
-    os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false")
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # four idle worker processes that nothing here uses
-    mlflow = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--backend-store-uri",
-        uri,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--workers",
-        "1",
-    ]
-    os.execv(sys.executable, mlflow)
-
-
-def _down(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import cluster
-
-    app = compose(overrides, conf)
-    console.line(cluster.down(app.state_root) or "nothing of this project is running")
-    return 0
-
-
-def _say_what_now(console: Console, app: AppConfig, outcome: Any, seconds: float) -> None:
-    from pipelines import cluster
-
-    endpoint = cluster.endpoint_record(app.state_root)
-    if outcome.executed:
-        console.line(f"{outcome.executed} of {len(outcome.steps)} stages ran in {seconds:.0f} s")
-    rows = []
-    if endpoint and "deploy" in {step.name for step in outcome.steps}:
-        rows += [
-            ("served", f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1 (OpenAI-compatible)")
-        ]
-        rows += [("ask it", 'make ask TEXT="os.path.join("')]
-    rows += [("see it", "make ui")]
-    if endpoint:
-        rows += [("stop it", "make down")]
-    console.table(rows)
-
-
-def _as_typed(command: str, overrides: list[str]) -> str:
-    """The make command line that repeats this run."""
-    import shlex
-
-    return redacted(" ".join(["make", command, *(shlex.quote(o) for o in overrides)]))
-
-
-def _log_to_file(app: AppConfig) -> None:
-    """Everything that libraries say goes to one file; the console is for people."""
-    import warnings
-
-    directory = app.state_root / "logs"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"state={app.state}: {directory} cannot be written ({error.strerror}); choose another with state=<directory>"
-        ) from error
-    _logs.append(directory)
-    logging.basicConfig(
-        filename=directory / "driver.log",
-        level=logging.INFO,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-        force=True,
-    )
-    logging.captureWarnings(True)
-    warnings.simplefilter("default")
 
 
 if __name__ == "__main__":
