@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import platform
@@ -22,7 +23,11 @@ from stages.contract import Stage, StageConfig
 SCHEMA = 1
 """Version of the payload's form; raising it re-runs everything."""
 
-PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+FACETS = ("config", "seed", "inputs", "sources", "code", "env", "schema")
+"""What a payload holds besides the stage's name, in the order in which a person wants to read of changes."""
+
+OURS = "stages"
+"""The package whose modules are part of every stage that imports them; a private stage adds its own top-level package."""
 
 
 def payload(
@@ -44,14 +49,16 @@ def payload(
     }
 
 
-def _identity(cfg: Any) -> dict[str, Any]:
-    """The config as plain values, without the fields that only say where something is (`contract.location`)."""
-    values = {}
-    for f in dataclasses.fields(cfg):
-        if f.metadata.get("identity", True):
-            item = getattr(cfg, f.name)
-            values[f.name] = _identity(item) if dataclasses.is_dataclass(item) else plain(item)
-    return values
+def _identity(value: Any) -> Any:
+    """A config as plain values, without the fields that only say where something is (`contract.location`)."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kept = [f.name for f in dataclasses.fields(value) if f.metadata.get("identity", True)]
+        return {name: _identity(getattr(value, name)) for name in kept}
+    if isinstance(value, list | tuple):
+        return [_identity(item) for item in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else plain(key): _identity(item) for key, item in value.items()}
+    return plain(value)
 
 
 def digest(facets: Mapping[str, Any]) -> str:
@@ -65,41 +72,75 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Field by field, in words: `config.learning_rate 0.0002 -> 0.0001`, `code stages/training/loop.py`."""
-    lines = []
-    before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
+def without(facets: Mapping[str, Any], waived: tuple[str, ...]) -> str:
+    """Canonical JSON of a payload with some facets left out: equal for payloads that differ in those alone."""
+    return canonical({key: value for key, value in facets.items() if key not in waived})
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Facet -> its changes, field by field, in words. Facets without a change are absent; empty exactly when digests agree."""
+    found: dict[str, list[str]] = {}
+    before, after = dict(_leaves(old, ())), dict(_leaves(new, ()))
     for key in sorted(before.keys() | after.keys()):
-        was, now = before.get(key, "absent"), after.get(key, "absent")
-        if was == now:
+        was, now = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if was is _ABSENT or now is _ABSENT or canonical(was) != canonical(now):
+            found.setdefault(key[0], []).append(_change(key[0], ".".join(key[1:]), was, now))
+    return {facet: found[facet] for facet in (*FACETS, *sorted(found.keys() - {*FACETS})) if facet in found}
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The same as one list: `config.learning_rate 0.0002 -> 0.0001`, `code stages/training/loop.py changed`."""
+    return [change for changes in differences(old, new).values() for change in changes]
+
+
+_ABSENT = object()
+
+
+def _change(facet: str, rest: str, was: Any, now: Any) -> str:
+    if facet == "code":
+        return f"code {rest} {'added' if was is _ABSENT else 'removed' if now is _ABSENT else 'changed'}"
+    show = (lambda value: str(value)[:12]) if facet in ("inputs", "sources") else _short
+    shown = ["absent" if value is _ABSENT else show(value) for value in (was, now)]
+    return f"{facet}{'.' if rest else ''}{rest} {shown[0]} -> {shown[1]}"
+
+
+# Code
+
+
+def code_digests(module: str) -> dict[str, str]:
+    """File -> digest of its normalised AST, for a module and the first-party modules it imports, directly or not.
+
+    First-party is `stages`, and the top-level package of the module itself where that is another one: a company's private
+    stages. Other libraries enter by the version that a stage declares. ValueError for a module without a source file.
+    """
+    packages = (OURS, module.partition(".")[0])
+    found: dict[str, str] = {}
+    waiting, seen = [module], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name.partition(".")[0] not in packages:
             continue
-        facet, _, rest = key.partition(".")
-        if facet == "code":
-            change = "changed" if "absent" not in (was, now) else ("added" if was == "absent" else "removed")
-            lines.append(f"code {rest} {change}")
-        elif facet in ("inputs", "sources"):
-            lines.append(f"{facet}.{rest} {str(was)[:12]} -> {str(now)[:12]}")
-        else:
-            lines.append(f"{key} {_short(was)} -> {_short(now)}")
-    return lines
+        seen.add(name)
+        path, label = _source(name)
+        if path is None:
+            continue
+        status = path.stat()
+        digest_of_file, imported = _read_module(name, path, status.st_mtime_ns, status.st_size)
+        waiting += imported
+        found[label] = digest_of_file
+    if not found:
+        raise ValueError(
+            f"{module}: has no source file, so nobody could tell when its code changes; put it in a package"
+        )
+    return dict(sorted(found.items()))
 
 
 @functools.cache
-def code_digests(module: str) -> dict[str, str]:
-    """File -> digest of its normalised AST, for a module and the first-party modules it imports, directly or not."""
-    found: dict[str, str] = {}
-    waiting = [module]
-    seen = set()
-    while waiting:
-        name = waiting.pop()
-        path = _source(name)
-        if name in seen or path is None:
-            continue
-        seen.add(name)
-        tree = ast.parse(path.read_text("utf-8"))
-        waiting += _first_party_imports(tree)
-        found[path.relative_to(PACKAGE_ROOT).as_posix()] = hashlib.sha256(normalised(tree).encode()).hexdigest()[:16]
-    return dict(sorted(found.items()))
+def _read_module(name: str, path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[str, ...]]:
+    """(digest of its normalised AST, names it may import); kept for as long as the file is the same."""
+    tree = ast.parse(path.read_bytes())
+    imported = _imports(tree, name if path.name == "__init__.py" else name.rpartition(".")[0])
+    return hashlib.sha256(normalised(tree).encode()).hexdigest()[:16], tuple(imported)
 
 
 def normalised(tree: ast.AST) -> str:
@@ -125,27 +166,45 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _first_party_imports(tree: ast.AST) -> list[str]:
-    names = []
+def _imports(tree: ast.AST, package: str) -> list[str]:
+    """Full names that a module of `package` may import, and the packages around each: their `__init__` runs too."""
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names if alias.name.startswith("stages.")]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module and node.module.startswith("stages"):
-            names.append(node.module)
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            around = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*around, *([node.module] if node.module else [])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return sorted({".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)})
 
 
-def _source(module: str) -> Path | None:
-    """The file of a `stages` module, or None for names that are no module of ours."""
-    # The contract and the artifact types are how stages are declared, not what they compute.
-    if not module.startswith("stages.") or module in ("stages.contract", "stages.artifacts"):
-        return None
-    base = PACKAGE_ROOT.joinpath(*module.split("."))
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
+def _source(module: str) -> tuple[Path | None, str]:
+    """(the file of a first-party module, its name relative to where the package lies); None for names that are no module."""
+    # How stages are found, declared and handed on is not what they compute.
+    if module in (OURS, f"{OURS}.contract", f"{OURS}.artifacts", f"{OURS}.bucket"):
+        return None, ""
+    top, *rest = module.split(".")
+    for place in _places(top):
+        base = place.joinpath(top, *rest)
+        for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+            if path.is_file():
+                return path, path.relative_to(place).as_posix()
+    return None, ""
+
+
+@functools.cache
+def _places(top: str) -> tuple[Path, ...]:
+    """Directories that hold a top-level package or module. Looks, but imports nothing."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ValueError, ImportError):  # __main__, or nothing of that name
+        spec = None
+    if spec is None:
+        return ()
+    if spec.submodule_search_locations:
+        return tuple(Path(place).resolve().parent for place in spec.submodule_search_locations)
+    return (Path(spec.origin).resolve().parent,) if spec.origin and spec.origin.endswith(".py") else ()
 
 
 def _require_stable(value: Any, where: str) -> None:
@@ -153,21 +212,33 @@ def _require_stable(value: Any, where: str) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"{where}: key {key!r} is not text and has no stable form")
+            _require_stable(key, f"{where}: key {key!r}")
             _require_stable(item, f"{where}.{key}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _require_stable(item, f"{where}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{where}: {value} has no stable form")
+    elif isinstance(value, str) and not _is_unicode(value):
+        raise TypeError(f"{where}: half a character (a lone surrogate) has no stable form")
     elif value is not None and not isinstance(value, str | int | float | bool):
         raise TypeError(
             f"{where}: a {type(value).__name__} has no stable form; use text, numbers, lists or dataclasses"
         )
 
 
-def _leaves(value: Any, where: str) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{where}.{key}" if where else str(key))]
+def _is_unicode(text: str) -> bool:
+    """Two lone surrogates would be written like the character that they make together."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _leaves(value: Any, where: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, item in value.items() for leaf in _leaves(item, (*where, str(key)))]
     return [(where, value)]
 
 

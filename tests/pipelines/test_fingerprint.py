@@ -82,8 +82,9 @@ def test_the_difference_names_the_field_with_both_values() -> None:
     new = fp.payload(STAGE, dataclasses.replace(MakeConfig(), value=2), 1, {"rows": "b" * 64}, {})
     new["code"] = {"stages/x.py": "1"}
     assert fp.difference(old, new) == [
-        "code stages/x.py added",
         "config.value 1 -> 2",
-        "inputs.rows aaaaaaaaaaaa -> bbbbbbbbbbbb",
         "seed 0 -> 1",
+        "inputs.rows aaaaaaaaaaaa -> bbbbbbbbbbbb",
+        "code stages/x.py added",
+        "code tests/pipelines/stubs.py removed",
     ]
