@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import ArtifactError, Corpus, Rows
-from stages.contract import Context, StageConfig, StageError, stage
+from stages.contract import Context, StageConfig, StageError, StageResources, stage
 
 if TYPE_CHECKING:
     import numpy
@@ -33,13 +33,14 @@ KEYS_PER_TASK = 2_000_000
 
 
 @dataclass(kw_only=True)
-class CleanResources:
+class CleanResources(StageResources):
     """How the work is spread. Nothing here changes the result."""
 
     blocks: int = 8
     """Parts that the rows are worked in; as many run at once as the cluster has CPUs."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.blocks < 1:
             raise ValueError(f"resources.blocks must be at least 1, got {self.blocks}")
 

@@ -33,12 +33,37 @@ class ResourcesUnavailable(StageError):
 
 
 @dataclass(kw_only=True)
+class StageResources:
+    """How a stage is executed. Nothing here changes the result; a stage with more to say extends it."""
+
+    retries: int = 0
+    """Further attempts after a failure that may pass by itself (a dead process, a timeout); a user's mistake is never retried."""
+    retry_wait_s: float = 1.0
+    """Seconds before the second attempt; doubled before each further one, up to 60."""
+    timeout_s: float = 86400.0
+    """Seconds that one attempt may take before it is ended."""
+
+    def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ValueError(f"resources.retries must be 0 or more, got {self.retries}")
+        for name in ("retry_wait_s", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"resources.{name} must be above 0, got {getattr(self, name)}")
+
+    def cpus_wanted(self) -> float:
+        """Logical CPUs that the stage keeps busy: what is not free yet makes it wait for its siblings."""
+        return 1.0
+
+
+@dataclass(kw_only=True)
 class StageConfig:
     """Base of every stage's config. What changes the result is a field; what only changes how it is computed stands in
     a nested field named `resources`, which never enters a fingerprint."""
 
     inputs: dict[str, str] = field(default_factory=dict)
     """Edges: parameter of the stage function -> name of the upstream stage. Drawn by the pipeline file."""
+    resources: StageResources = field(default_factory=StageResources)
+    """How it is executed."""
 
     def check(self, connected: frozenset[str]) -> None:
         """Raise ValueError when these values do not fit the edges that the pipeline draws (names of connected inputs)."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Checkpoint, Endpoint, ModelVersion
-from stages.contract import Context, Registry, StageConfig, StageError, stage
+from stages.contract import Context, Registry, StageConfig, StageError, StageResources, stage
 from stages.serving.endpoint import Deployed, ask_ready, read_record, write_record
 from stages.serving.options import ServingOptions
 
@@ -28,7 +28,7 @@ CPU_WAIT_S = 15.0
 
 
 @dataclass(kw_only=True)
-class DeployResources:
+class DeployResources(StageResources):
     """What does not change an answer."""
 
     num_cpus: float = 0.5
@@ -39,9 +39,13 @@ class DeployResources:
     """Seconds for the new version to load and answer; then the old one stays."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_cpus", "threads", "rollout_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {getattr(self, name)}")
+
+    def cpus_wanted(self) -> float:
+        return self.num_cpus
 
 
 @dataclass(kw_only=True)

@@ -5,16 +5,16 @@ torch and a cluster can give it a node.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from stages.artifacts import Checkpoint, Corpus, EvalReport, TokenDataset
-from stages.contract import Context, StageConfig, StageError, stage
+from stages.contract import Context, StageConfig, StageError, StageResources, stage
 from stages.training.preflight import require_cpus
 
 
 @dataclass(kw_only=True)
-class EvaluateResources:
+class EvaluateResources(StageResources):
     """How the evaluation is computed; none of it changes the result beyond rounding."""
 
     cpus: float = 1.0
@@ -25,9 +25,13 @@ class EvaluateResources:
     """Packed rows in one forward pass."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value <= 0:
-                raise ValueError(f"resources.{name} must be above 0, got {value}")
+        super().__post_init__()
+        for name in ("cpus", "threads", "batch_rows"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"resources.{name} must be above 0, got {getattr(self, name)}")
+
+    def cpus_wanted(self) -> float:
+        return self.cpus
 
 
 @dataclass(kw_only=True)

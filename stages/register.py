@@ -7,21 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.artifacts import Approval, Checkpoint, EvalReport, ModelVersion, TokenDataset
-from stages.contract import Context, Registry, StageConfig, StageError, stage
+from stages.contract import Context, Registry, StageConfig, StageError, StageResources, stage
 
 CANDIDATE = "candidate"
 
 
 @dataclass(kw_only=True)
-class RegisterResources:
+class RegisterResources(StageResources):
     """What does not change the result."""
 
-    timeout_s: float = 300.0
+    load_timeout_s: float = 300.0
     """Seconds that the model may take to load and answer in a process of its own."""
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0:
-            raise ValueError(f"resources.timeout_s must be above 0, got {self.timeout_s}")
+        super().__post_init__()
+        if self.load_timeout_s <= 0:
+            raise ValueError(f"resources.load_timeout_s must be above 0, got {self.load_timeout_s}")
 
 
 @dataclass(kw_only=True)
@@ -110,5 +111,5 @@ def _require_loads_back(cfg: RegisterConfig, ctx: Context, checkpoint: Checkpoin
             "the registry was changed by hand; delete that version and run again"
         )
     ctx.progress(0.5, "loading it back")
-    check_in_clean_process(Checkpoint(uri=uri, digest=digest).local(), cfg.resources.timeout_s)
+    check_in_clean_process(Checkpoint(uri=uri, digest=digest).local(), cfg.resources.load_timeout_s)
     return uri

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Checkpoint, Corpus, TokenDataset
-from stages.contract import Context, StageConfig, StageError, stage
+from stages.contract import Context, StageConfig, StageError, StageResources, stage
 
 if TYPE_CHECKING:
     from stages.text.shards import Table
@@ -24,13 +24,14 @@ COUNTED = (
 
 
 @dataclass(kw_only=True)
-class TokenizeResources:
+class TokenizeResources(StageResources):
     """How the work is spread. Nothing here changes the result."""
 
     blocks: int = 8
     """Parts that are worked on at once, as far as the cluster has CPUs."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.blocks < 1:
             raise ValueError(f"resources.blocks must be at least 1, got {self.blocks}")
 

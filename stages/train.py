@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts import Checkpoint, TokenDataset
-from stages.contract import Context, StageError, stage
+from stages.contract import Context, StageError, StageResources, stage
 from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, Recipe
 from stages.training.preflight import require_cpus
 from stages.training.report import Report
@@ -37,7 +37,7 @@ class Launcher(Enum):
 
 
 @dataclass(kw_only=True)
-class TrainResources:
+class TrainResources(StageResources):
     """How training is computed; none of it changes the result beyond rounding."""
 
     launcher: Launcher = Launcher.ray
@@ -60,11 +60,15 @@ class TrainResources:
     """Seconds that a worker may wait for the others before the attempt counts as failed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in asdict(self).items():
-            if name not in ("launcher", "max_failures") and value <= 0:
+            if name not in ("launcher", "max_failures", "retries") and value <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {value}")
         if self.max_failures < 0:
             raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
+
+    def cpus_wanted(self) -> float:
+        return self.workers * self.cpus_per_worker if self.launcher is Launcher.ray else float(self.threads_per_worker)
 
 
 @dataclass(kw_only=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.artifacts import Corpus, EvalReport, Rows
-from stages.contract import Context, GateRefused, StageConfig, StageError, location, stage
+from stages.contract import Context, GateRefused, StageConfig, StageError, StageResources, location, stage
 
 
 @dataclass(kw_only=True)
-class StubResources:
+class StubResources(StageResources):
     workers: int = 1
 
 
