@@ -9,6 +9,7 @@ import pytest
 
 from stages.artifacts import Artifact
 from stages.contract import Context, StageError
+from tests import services
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -116,3 +117,25 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[services.Service]:
+    """A PostgreSQL cluster for the session; `services.new_database(postgres)` gives each test its own."""
+    with services.postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[services.Service]:
+    """An S3-compatible server with the buckets `store` and `mlflow`; `s3.env` is what a client's environment needs."""
+    with services.s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(postgres: services.Service, s3: services.Service) -> Iterator[services.Service]:
+    """An MLflow server on PostgreSQL with its artifacts on S3. Tests that stop a server start their own."""
+    server = services.start_mlflow(services.new_database(postgres), "s3://mlflow/artifacts", s3.env)
+    yield server
+    server.stop()
