@@ -30,6 +30,9 @@ COMMANDS = {
 }
 """Command -> its function `(console, overrides, conf) -> exit code`, imported when it is asked for."""
 
+ANSWERS_JSON = {"plan"}
+"""Commands with a form for machines: `--json`."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, dispatch, and turn every failure into one message and one exit code."""
@@ -41,12 +44,17 @@ def main(argv: list[str] | None = None) -> int:
         "overrides", nargs="*", help="Hydra overrides, for example pipeline=finetune stages.train.learning_rate=3e-4"
     )
     parser.add_argument("--traceback", action="store_true", help="print the Python traceback of a failure")
+    parser.add_argument("--json", action="store_true", help="of plan: print it as JSON (docs/plan.md)")
     parser.add_argument("--conf", default=os.environ.get("CONF"), help="directory with more pipelines and options")
     try:
         arguments = parser.parse_intermixed_args(argv)
     except SystemExit as error:
         return 1 if error.code else 0
     console = Console()
+    if arguments.json and arguments.command not in ANSWERS_JSON:
+        console.error(f"--json: {arguments.command} has no such form; {', '.join(sorted(ANSWERS_JSON))} has", 1)
+        return 1
+    console.json = arguments.json
     overrides = from_make(os.environ.get("RAYKEEL_OVERRIDES", "")) + arguments.overrides
     module, _, function = COMMANDS[arguments.command].partition(":")
     try:

@@ -107,6 +107,7 @@ class Attempt:
             "metrics": recorder.last,
             "curves": recorder.curves(),
             "git": commit,
+            **step.facts,
         }
         record = store.publish(staged, step.fingerprint, step.payload, meta, lease)
         child.set_tags({"raykeel.digest": record.digest, **{f"git.{k}": v for k, v in commit.items() if v}})

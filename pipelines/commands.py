@@ -28,33 +28,31 @@ def run(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def plan(console: Console, overrides: list[str], conf: str | None) -> int:
+    import json
+
     from pipelines import plan as planning
     from pipelines import session
 
     app = compose(overrides, conf)
     steps, _ = session.planned(app)
+    if console.json:
+        sys.stdout.write(json.dumps(planning.as_json(app, steps), indent=1) + "\n")
+        return 0
     console.plan(app.name, steps, planning.announcements(steps, app.state_root))
-    to_run = sum(step.action == "run" for step in steps)
-    unknown = sum(step.action == "unknown" for step in steps)
-    console.line(
-        f"{to_run} of {len(steps)} stages to run"
-        + (f", {unknown} to be decided when their inputs are made" if unknown else "")
-    )
+    console.line(planning.summary(steps))
     return 0
 
 
 def why(console: Console, overrides: list[str], conf: str | None) -> int:
+    from pipelines import plan as planning
     from pipelines import session
 
     app = compose(overrides, conf)
     steps, _ = session.planned(app)
     for step in steps:
-        if step.action == "reuse":
-            console.line(f"{step.name}: reuse, {step.reason}")
-            continue
         console.line(f"{step.name}: {step.action}, {step.reason}")
-        for change in step.changes:
-            console.line(f"    {change}")
+        for facet, state in planning.facet_lines(step):
+            console.line(f"    {facet.ljust(8)} {state}")
     return 0
 
 

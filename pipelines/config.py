@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines.mistakes import ConfigError, explain, refuse_the_word_none, reject_unknown_keys
+from pipelines.mistakes import ConfigError, did_you_mean, explain, refuse_the_word_none, reject_unknown_keys
 from stages.contract import STAGES, StageConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+
+
+WAIVABLE = ("code", "env")
+"""Facets that `run.accept` may name: those that change without anybody asking for another result."""
 
 
 class ClusterMode(enum.Enum):
@@ -36,6 +40,9 @@ class RunConfig:
     """Stages to execute although their result is known."""
     rerun_from: str | None = None
     """This stage and everything below it are executed although their results are known."""
+    accept: list[str] = field(default_factory=list)
+    """Facets whose change is waived for this one run, as `<stage>.code` or `<stage>.env`: a stored result that differs in
+    nothing else is reused. Written into what is made from it."""
     limit: int | None = None
     """Take only the first N rows of the source (sets `limit` of the ingest stage, so it does enter its fingerprint)."""
     lease_timeout_s: float = 3600.0
@@ -44,6 +51,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"run.limit must be >= 1, got {self.limit}")
+        for waiver in self.accept:
+            stage, _, facet = waiver.partition(".")
+            if not stage or facet not in WAIVABLE:
+                asked = "that facet says what was asked for" if facet in ("config", "seed", "inputs", "sources") else ""
+                known = [f"{stage or '<stage>'}.{name}" for name in WAIVABLE]
+                raise ValueError(
+                    f"run.accept={waiver}: only a stage's code and env (library versions) can be waived"
+                    + (f"; {asked}" if asked else did_you_mean(waiver, known))
+                )
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pipelines import cost
 from pipelines.plan import Step
 
 MARKS = {"run": "[yellow]run[/]", "reuse": "[green]reuse[/]", "unknown": "[dim]unknown[/]"}
@@ -21,6 +22,8 @@ class Console:
     def __init__(self) -> None:
         self.out = RichConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.json = False
+        """The command line asked for JSON (`--json`) on stdout, and nothing else there."""
 
     def line(self, text: str) -> None:
         """A plain line; rich markup in it is not interpreted."""
@@ -36,11 +39,11 @@ class Console:
 
     def plan(self, name: str, steps: list[Step], notes: list[str]) -> None:
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for header in ("stage", "", "why", "last time"):
+        for header in ("stage", "", "why", "expected"):
             table.add_column(header, overflow="fold")
         for step in steps:
-            cost = f"{step.cost_s:.1f} s" if step.cost_s is not None else ""
-            table.add_row(step.name, MARKS[step.action], escape(step.reason), cost)
+            spent = "" if step.action == "reuse" else str(step.expected or cost.NO_HISTORY)
+            table.add_row(step.name, MARKS[step.action], escape(step.reason), spent)
         self.out.print(f"[bold]pipeline {escape(name)}[/]")
         self.out.print(table)
         for note in notes:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import plain
+from pipelines.config import WAIVABLE, plain
 from stages.contract import Stage, StageConfig
 
 SCHEMA = 1
@@ -34,7 +34,7 @@ def payload(
     stage: Stage, cfg: StageConfig, seed: int, inputs: Mapping[str, str], sources: Mapping[str, str]
 ) -> dict[str, Any]:
     """All facets of a stage's identity. `inputs`: parameter -> content digest of the artifact handed in."""
-    config = _identity(cfg)
+    config = identity(cfg)
     for execution in ("inputs", "resources"):
         config.pop(execution, None)
     return {
@@ -49,15 +49,15 @@ def payload(
     }
 
 
-def _identity(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """A config as plain values, without the fields that only say where something is (`contract.location`)."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kept = [f.name for f in dataclasses.fields(value) if f.metadata.get("identity", True)]
-        return {name: _identity(getattr(value, name)) for name in kept}
+        return {name: identity(getattr(value, name)) for name in kept}
     if isinstance(value, list | tuple):
-        return [_identity(item) for item in value]
+        return [identity(item) for item in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else plain(key): _identity(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else plain(key): identity(item) for key, item in value.items()}
     return plain(value)
 
 
@@ -75,6 +75,11 @@ def canonical(value: Any) -> str:
 def without(facets: Mapping[str, Any], waived: tuple[str, ...]) -> str:
     """Canonical JSON of a payload with some facets left out: equal for payloads that differ in those alone."""
     return canonical({key: value for key, value in facets.items() if key not in waived})
+
+
+def recipe(facets: Mapping[str, Any]) -> str:
+    """Digest of what was asked for: the payload without the facets that `run.accept` may waive."""
+    return hashlib.sha256(without(facets, WAIVABLE).encode()).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -182,7 +187,7 @@ def _imports(tree: ast.AST, package: str) -> list[str]:
 def _source(module: str) -> tuple[Path | None, str]:
     """(the file of a first-party module, its name relative to where the package lies); None for names that are no module."""
     # How stages are found, declared and handed on is not what they compute.
-    if module in (OURS, f"{OURS}.contract", f"{OURS}.artifacts", f"{OURS}.bucket"):
+    if module in (OURS, *(f"{OURS}.{name}" for name in ("contract", "artifacts", "storage", "storage.bucket"))):
         return None, ""
     top, *rest = module.split(".")
     for place in _places(top):

@@ -1,26 +1,32 @@
 """One maker for each result: a lease with heartbeat and fence. Apart, because it is the only lock the runner takes.
 
-The lease is a file created exclusively; its mtime is the heartbeat. A holder whose process is gone from this host is
-replaced at once, one on another host after `STALE_AFTER_S` without a beat. Each holder gets a larger fence number; who publishes
-with an old fence is refused, so that a stalled process that wakes up late cannot overwrite its successor's result.
+Each try at a result takes the next slot `results/<fingerprint>/<fence>`, by one create-if-absent. A slot ends by a second one, of
+`<fence>.json`: the holder's record, or a seal. Whoever takes over from a dead holder writes that seal first, so a stalled process that
+wakes up late finds its slot closed and cannot publish; if its record was there first, the successor reuses it.
+On one host a holder is dead when its process is gone. On another it is dead when its beat has not changed for STALE_AFTER_S of the
+watcher's own clock: no two clocks are ever compared.
 """
 
-import contextlib
-import fcntl
+import functools
 import json
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 
+from stages.storage.bucket import Bucket, BucketError
+
 HEARTBEAT_S = 5.0
-STALE_AFTER_S = 30.0
+STALE_AFTER_S = 20.0
+POLL_S = 1.0
 
 
 class LeaseLost(Exception):
@@ -32,55 +38,67 @@ class LeaseTimeout(Exception):
 
 
 class Lease:
-    """Held by at most one process: `with Lease.acquire(root, fingerprint, waiting) as lease: ...`."""
+    """Held by at most one process: `with Lease.acquire(bucket, fingerprint, waiting) as lease: ...`."""
 
-    def __init__(self, path: Path, fence: int) -> None:
-        self.path = path
+    def __init__(self, bucket: Bucket, fingerprint: str, fence: int) -> None:
+        self.bucket = bucket
+        self.fingerprint = fingerprint
         self.fence = fence
+        self.lost = threading.Event()
+        """Set when another run closed our slot: what we make cannot be published any more."""
+        self._ended = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
         self._thread.start()
 
     @classmethod
     def acquire(
-        cls, root: Path, fingerprint: str, waiting: Callable[[str], None], timeout_s: float = 3600.0
+        cls, bucket: Bucket, fingerprint: str, waiting: Callable[[str], None], timeout_s: float = 3600.0
     ) -> "Lease":
-        """Wait until the lease is ours. `waiting(text)` is called once a second with who holds it."""
-        path = root / f"{fingerprint}.json"
-        root.mkdir(parents=True, exist_ok=True)
+        """Wait until the result is ours to make. `waiting(text)` is called once a second with who holds it, and may raise."""
         deadline = time.monotonic() + timeout_s
+        pulse = _Pulse()
         while True:
-            with _guard(path):
-                holder = _read(path)
-                if holder is None or _is_dead(path, holder):
-                    fence = _next_fence(path)
-                    _write(path, {**identity(), "fence": fence})
-                    return cls(path, fence)
-            who = f"process {holder['pid']} on {holder['host']}"
+            slots = Slots.of(bucket, fingerprint)
+            holder = slots.holder()
+            if holder is not None and pulse.is_dead(holder, slots.beat()):
+                # Sealed first, so that the dead holder's slot can never become a result after we began.
+                bucket.create(_key(fingerprint, slots.newest), _seal(f"taken over from {_who(holder)}"))
+                holder = None
+            if holder is None:
+                fence = slots.newest + 1
+                mine = {**identity(), "nonce": uuid.uuid4().hex, "fence": fence}
+                if bucket.create(_key(fingerprint, fence, "lease.json"), json.dumps(mine).encode()):
+                    return cls(bucket, fingerprint, fence)
+                continue  # somebody was faster
             if time.monotonic() > deadline:
                 raise LeaseTimeout(
-                    f"{who} has held {path} for more than {timeout_s:.0f} s; stop it or raise run.lease_timeout_s"
+                    f"{_who(holder)} has been making {bucket.uri}/results/{fingerprint[:12]} for more than {timeout_s:.0f} s; "
+                    "stop it or raise run.lease_timeout_s"
                 )
-            waiting(who)
-            time.sleep(1.0)
+            waiting(_who(holder))
+            time.sleep(POLL_S)
 
-    @contextlib.contextmanager
-    def fenced(self) -> Iterator[None]:
-        """Publish inside this block: nobody can take the lease over meanwhile. Raises LeaseLost when somebody has."""
-        with _guard(self.path):
-            holder = _read(self.path)
-            if holder is None or holder.get("fence") != self.fence:
-                raise LeaseLost(f"{self.path}: taken over by {holder}")
-            yield
+    def commit(self, record: dict[str, Any]) -> None:
+        """Publish: the one moment in which a result begins to exist. Raises LeaseLost when our slot was closed."""
+        document = json.dumps({**record, "nonce": uuid.uuid4().hex}, sort_keys=True, allow_nan=False).encode()
+        if not self.bucket.create(_key(self.fingerprint, self.fence), document):
+            self.lost.set()
+            raise LeaseLost(
+                f"another run took result {self.fingerprint[:12]} over while this one stood still; nothing was published"
+            )
+        self._ended = True
 
     def release(self) -> None:
-        """Stop the heartbeat and give the lease back if it is still ours."""
+        """Stop the heartbeat; without a result the slot is sealed, so that the next run need not wait for us to be dead."""
         self._stop.set()
         self._thread.join()
-        with _guard(self.path):
-            holder = _read(self.path)
-            if holder is not None and holder.get("fence") == self.fence:
-                self.path.unlink()
+        try:
+            if not self._ended:
+                self.bucket.create(_key(self.fingerprint, self.fence), _seal("released without a result"))
+            self.bucket.delete([_key(self.fingerprint, self.fence, "beat")])
+        except BucketError as error:  # the next run takes over from a holder that beats no more
+            logging.getLogger(__name__).warning("lease not released: %s", error)
 
     def __enter__(self) -> "Lease":
         return self
@@ -91,60 +109,106 @@ class Lease:
         self.release()
 
     def _beat(self) -> None:
+        beats = 0
         while not self._stop.wait(HEARTBEAT_S):
-            holder = _read(self.path)
-            if holder is None or holder.get("fence") != self.fence:
-                return  # taken over: the file is our successor's
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(self.path)
+            beats += 1
+            try:
+                if not self._ended and self.bucket.get(_key(self.fingerprint, self.fence)) is not None:
+                    if not self._ended:  # not our own record, written meanwhile
+                        self.lost.set()
+                    return
+                self.bucket.put(_key(self.fingerprint, self.fence, "beat"), str(beats).encode())
+            except BucketError as error:  # a store that is away for a moment: beat again later
+                logging.getLogger(__name__).warning("no heartbeat: %s", error)
+
+
+class Slots:
+    """The slots of one result as they are in the store now."""
+
+    def __init__(self, bucket: Bucket, fingerprint: str, keys: list[str]) -> None:
+        self._bucket, self._fingerprint = bucket, fingerprint
+        self._names = {key.rpartition("/")[2] for key in keys}
+        self.fences = sorted({int(name.partition(".")[0]) for name in self._names}, reverse=True)
+        """Newest first."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, fingerprint: str) -> "Slots":
+        return cls(bucket, fingerprint, [entry.key for entry in bucket.entries(f"results/{fingerprint}")])
+
+    @property
+    def newest(self) -> int:
+        """The highest fence; 0 when there is none."""
+        return self.fences[0] if self.fences else 0
+
+    def ended(self, fence: int) -> bool:
+        return f"{fence:06d}.json" in self._names
+
+    def holder(self) -> dict[str, Any] | None:
+        """Who holds the newest slot; None when it is closed or there is none."""
+        if not self.fences or self.ended(self.newest):
+            return None
+        found = self._bucket.get(_key(self._fingerprint, self.newest, "lease.json"))
+        try:
+            holder: dict[str, Any] = json.loads(found or b"")
+            return holder
+        except ValueError:
+            return {"pid": 0, "host": "an unreadable lease", "started": ""}
+
+    def beat(self) -> bytes | None:
+        return self._bucket.get(_key(self._fingerprint, self.newest, "beat"))
+
+
+class _Pulse:
+    """Watches one holder: dead when its process is gone from this host, or when its beat stands still on another."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._since = time.monotonic()
+
+    def is_dead(self, holder: dict[str, Any], beat: bytes | None) -> bool:
+        if holder.get("host") == socket.gethostname():
+            return not is_alive(holder)  # a stopped process (Ctrl-Z, a sleeping laptop) still owns its work directory
+        if self._seen != (holder, beat):
+            self._seen, self._since = (holder, beat), time.monotonic()
+        return time.monotonic() - self._since > STALE_AFTER_S
 
 
 def identity() -> dict[str, Any]:
     """Who this process is: a pid alone may be used again."""
-    return {"pid": os.getpid(), "started": psutil.Process().create_time(), "host": socket.gethostname()}
+    return {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname()}
 
 
 def is_alive(holder: dict[str, Any]) -> bool:
     """Whether the process of an `identity()` from this host still runs."""
     try:
-        process = psutil.Process(int(holder["pid"]))
-        return abs(process.create_time() - float(holder["started"])) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        pid = int(holder["pid"])
+        return _started(pid) == holder["started"] and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return False
 
 
-def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
-    if holder.get("host") == socket.gethostname():
-        return not is_alive(holder)  # a stopped process (Ctrl-Z, a sleeping laptop) still owns its work directory
-    return time.time() - path.stat().st_mtime > STALE_AFTER_S
+def _started(pid: int) -> str:
+    """When a process began, so that it can be told from a later one of the same pid; stays the same when the clock is set.
+    psutil's create_time does not: it is counted from a boot time that moves with the clock."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.parent.parent.joinpath("self").exists():
+        return f"{psutil.Process(pid).create_time():.1f}"
+    ticks = stat.read_text().rpartition(")")[2].split()[19]
+    return f"{ticks} after boot {_boot()}"
 
 
-@contextlib.contextmanager
-def _guard(path: Path) -> Iterator[None]:
-    """A moment's exclusive access to the lease file; the kernel drops it when a process dies."""
-    with path.with_suffix(".lock").open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+@functools.cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        holder: dict[str, Any] = json.loads(path.read_text())
-        return holder
-    except (FileNotFoundError, ValueError):
-        return None
+def _key(fingerprint: str, fence: int, kind: str = "json") -> str:
+    return f"results/{fingerprint}/{fence:06d}.{kind}"
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
+def _seal(why: str) -> bytes:
+    return json.dumps({"sealed": why, "nonce": uuid.uuid4().hex}).encode()
 
 
-def _next_fence(path: Path) -> int:
-    counter = path.with_suffix(".fence")
-    fence = int(counter.read_text()) + 1 if counter.exists() else 1
-    temporary = path.with_suffix(".fence-new")
-    temporary.write_text(str(fence))
-    temporary.replace(counter)
-    return fence
+def _who(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid')} on {holder.get('host')}"

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelines import cost
 from pipelines import fingerprint as fp
-from pipelines.config import AppConfig
+from pipelines.config import WAIVABLE, AppConfig
 from pipelines.mistakes import ConfigError, did_you_mean
 from pipelines.store import Record, Store
 from stages.artifacts import Artifact
@@ -37,11 +38,42 @@ class Step:
     """Field-level difference to `last`."""
     forced: str | None = None
     """Why it runs although its result may be known: `run.rerun` or `run.rerun_from`."""
+    upstream: list["Step"] = field(default_factory=list)
+    """The steps whose results it takes."""
+    accepted: list[str] = field(default_factory=list)
+    """What `run.accept` waived so that it could be reused: `train.code: stages/train.py changed`."""
+    inherited: list[str] = field(default_factory=list)
+    """What was waived for the results that it takes, directly or not."""
+    expected: cost.Expected | None = None
+    """What its execution should cost, from equal ones before; None when there were none."""
 
     @property
-    def cost_s(self) -> float | None:
-        """Seconds of its last execution."""
-        return self.last["meta"].get("seconds") if self.last else None
+    def waivers(self) -> list[str]:
+        """Everything that was waived for this result."""
+        return list(dict.fromkeys(self.inherited + self.accepted))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record of an execution must say besides its timings; the history finds equal executions by it."""
+        facts: dict[str, Any] = {"work": self.work, "input_bytes": self.input_bytes}
+        return facts | ({"accepted": self.waivers} if self.waivers else {})
+
+    @property
+    def work(self) -> str:
+        """Digest of what decides how much there is to do, except the inputs: config with resources, and sources."""
+        config = {name: value for name, value in fp.identity(self.cfg).items() if name != "inputs"}
+        return fp.digest({"config": config, "sources": self.payload["sources"] if self.payload else {}})[:16]
+
+    @property
+    def input_bytes(self) -> int | None:
+        """Bytes of its inputs: as stored, or as expected while they are not made; None when nobody knows."""
+        total = 0
+        for up in self.upstream:
+            size = up.record.meta.get("bytes") if up.record else up.expected.bytes if up.expected else None
+            if size is None:
+                return None
+            total += int(size)
+        return total
 
 
 def build(app: AppConfig) -> list[Step]:
@@ -51,6 +83,7 @@ def build(app: AppConfig) -> list[Step]:
     steps = {name: Step(name, STAGES[type(cfg)], cfg) for name, cfg in app.stages.items()}
     for step in steps.values():
         _check_edges(step, steps)
+        step.upstream = [steps[name] for name in step.cfg.inputs.values()]
     ordered = [steps[name] for name in _topological(steps)]
     for step in ordered:
         try:
@@ -74,11 +107,13 @@ def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, 
         waiting = [up for up in step.cfg.inputs.values() if up not in known]
         if waiting:
             step.action, step.reason = "unknown", f"until {', '.join(sorted(set(waiting)))} is made"
-            continue
-        identify(app, step, known, resolver)
-        decide_one(app, step, store, registry)
+        else:
+            identify(app, step, known, resolver)
+            decide_one(app, step, store, registry)
         if step.record:
             known[step.name] = step.record.digest
+        else:
+            step.expected = cost.expect((step.last or {}).get("recent", []), step.work, step.input_bytes)
 
 
 def decide_one(app: AppConfig, step: Step, store: Store, registry: Any) -> None:
@@ -88,22 +123,46 @@ def decide_one(app: AppConfig, step: Step, store: Store, registry: Any) -> None:
         step.action, step.reason = "run", step.forced
         return
     record, broken = store.find(step.fingerprint)
+    step.accepted = []
+    if record is None and broken is None:
+        record = _accept(app, step, store)
     moved = world_moved(step, record, store, registry, app.state_root) if record else None
-    if record and moved is None:
-        step.action, step.reason, step.record = "reuse", _since(record), record
+    if record is None or moved is not None:
+        step.action, step.reason, step.accepted = "run", broken or moved or why(step), []
+    elif step.accepted:
+        step.action, step.record = "reuse", dataclasses.replace(record, meta={**record.meta, "accepted": step.waivers})
+        changes = "; ".join(waiver.partition(": ")[2] for waiver in step.accepted)
+        step.reason = f"reused although {changes}: accepted by run.accept"
     else:
-        step.action, step.reason = "run", broken or moved or why(step)
+        step.action, step.reason, step.record = "reuse", _since(record), record
+
+
+def _accept(app: AppConfig, step: Step, store: Store) -> Record | None:
+    """The newest stored result that differs in nothing but what `run.accept` waives for this step; says so in `accepted`."""
+    assert step.payload is not None
+    waived = tuple(facet for facet in WAIVABLE if f"{step.name}.{facet}" in app.run.accept)
+    if not waived:
+        return None
+    recipe = fp.recipe(step.payload)
+    for execution in reversed((step.last or {}).get("recent", [])):
+        record = store.find(execution["fingerprint"])[0] if execution["recipe"] == recipe else None
+        if record and fp.without(record.payload, waived) == fp.without(step.payload, waived):
+            changes = fp.differences(record.payload, step.payload)
+            step.accepted = [f"{step.name}.{facet}: {'; '.join(found)}" for facet, found in changes.items()]
+            return record
+    return None
 
 
 def identify(app: AppConfig, step: Step, known: dict[str, str], resolver: Resolver) -> None:
     """Compute payload and fingerprint of a step whose inputs' digests are known."""
+    inputs = {parameter: known[upstream] for parameter, upstream in step.cfg.inputs.items()}
     try:
         sources = step.stage.sources(step.cfg, resolver) if step.stage.sources else {}
-    except StageError as error:
+        step.payload = fp.payload(step.stage, step.cfg, app.seed, inputs, sources)
+        step.fingerprint = fp.digest(step.payload)
+    except (StageError, TypeError, ValueError) as error:  # a missing source, or a value without a stable form
         raise ConfigError(f"stages.{step.name}: {error}") from error
-    inputs = {parameter: known[upstream] for parameter, upstream in step.cfg.inputs.items()}
-    step.payload = fp.payload(step.stage, step.cfg, app.seed, inputs, sources)
-    step.fingerprint = fp.digest(step.payload)
+    step.inherited = [waiver for up in step.upstream for waiver in up.waivers]
     if step.last:
         step.changes = fp.difference(step.last["payload"], step.payload)
 
@@ -132,10 +191,12 @@ def announcements(steps: Iterable[Step], state: Path) -> list[str]:
 
 
 def as_json(app: AppConfig, steps: list[Step]) -> dict[str, Any]:
-    """The plan for machines, and for the MLflow parent run."""
+    """The plan for machines (`raykeel plan --json`), and `plan.json` of the MLflow parent run; docs/plan.md describes it."""
     return {
+        "schema": 1,
         "pipeline": app.name,
         "seed": app.seed,
+        "accept": app.run.accept,
         "steps": [
             {
                 "name": s.name,
@@ -143,15 +204,34 @@ def as_json(app: AppConfig, steps: list[Step]) -> dict[str, Any]:
                 "action": s.action,
                 "reason": s.reason,
                 "changes": s.changes,
+                "accepted": s.accepted,
                 "fingerprint": s.fingerprint,
                 "inputs": s.cfg.inputs,
                 "digest": s.record.digest if s.record else None,
                 "source_run": s.record.meta.get("run_id") if s.record else None,
-                "last_seconds": s.cost_s,
+                "seconds": s.record.meta.get("seconds") if s.record else None,
+                "bytes": s.record.meta.get("bytes") if s.record else None,
+                "expected_seconds": s.expected.seconds if s.expected else None,
+                "expected_bytes": s.expected.bytes if s.expected else None,
             }
             for s in steps
         ],
+        "edges": [
+            {"from": up, "to": s.name, "parameter": parameter} for s in steps for parameter, up in s.cfg.inputs.items()
+        ],
     }
+
+
+def summary(steps: list[Step]) -> str:
+    """ "3 of 6 stages to run, 2 to be decided when their inputs are made; about 95 s, 12 MB"."""
+    run, unknown = ([s for s in steps if s.action == action] for action in ("run", "unknown"))
+    if not run and not unknown:
+        return f"0 of {len(steps)} stages to run: nothing changed"
+    words = f"{len(run)} of {len(steps)} stages to run"
+    if unknown:
+        words += f", {len(unknown)} to be decided when their inputs are made"
+    spent = cost.total([s.expected for s in (*run, *unknown)])
+    return f"{words}; {spent}" + (" if all of these are made" if unknown and spent != cost.NO_HISTORY else "")
 
 
 def _check_edges(step: Step, steps: dict[str, Step]) -> None:
@@ -225,6 +305,11 @@ def force(app: AppConfig, steps: list[Step]) -> None:
         for step in steps:
             if app.run.rerun_from in _ancestors(step.name, by_name):
                 step.forced = f"asked for by run.rerun_from={app.run.rerun_from}"
+    for waiver in app.run.accept:
+        name = waiver.partition(".")[0]
+        _known_stage("run.accept", name, by_name)
+        if by_name[name].forced:
+            raise ConfigError(f"run.accept={waiver}: {name} is {by_name[name].forced}, so nothing of it can be reused")
 
 
 def _known_stage(field_name: str, name: str, steps: dict[str, Step]) -> None:
@@ -241,6 +326,17 @@ def why(step: Step) -> str:
     return "; ".join(step.changes[:3]) + (
         f"; and {len(step.changes) - 3} more (make why)" if len(step.changes) > 3 else ""
     )
+
+
+def facet_lines(step: Step) -> list[tuple[str, str]]:
+    """For `make why`: (facet, change) for every change since the last result, then the facets that are as they were."""
+    if step.payload is None or step.last is None:
+        return []
+    changed = fp.differences(step.last["payload"], step.payload)
+    lines = [(facet, change.removeprefix(facet).lstrip(" .")) for facet, found in changed.items() for change in found]
+    same = [facet for facet in fp.FACETS if facet not in changed]
+    since = step.last["meta"].get("started_at", "the last time")
+    return [*lines, ("as before", f"{', '.join(same)} (compared with {since})")] if same else lines
 
 
 def _since(record: Record) -> str:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from pipelines import plan, report
-from pipelines.attempt import Attempt, free_mb
+from pipelines.attempt import Attempt
 from pipelines.config import AppConfig, plain, redacted
 from pipelines.journal import Run
 from pipelines.lease import Lease
@@ -18,6 +18,7 @@ from pipelines.session import PlanResolver, Session, Terminated, planned
 from pipelines.store import Record, Store
 from stages.artifacts import Artifact
 from stages.contract import ResourcesUnavailable
+from stages.storage.bucket import free_mb
 
 FREE_DISK_MB = 200
 
@@ -66,7 +67,7 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         if parent.failed:
             console.warn(f"MLflow: {parent.failed}")
         with contextlib.suppress(OSError):
-            store.save_memo()
+            store.digests.save()
     return outcome
 
 
@@ -111,7 +112,7 @@ class _Execution:
                 line.progress(0.0, "waiting for Ray")
                 self.session.need_ray()
             with Lease.acquire(
-                store.root / "leases",
+                store.bucket,
                 step.fingerprint,
                 lambda who: line.progress(0.0, f"{who} is making this; waiting"),
                 self.app.run.lease_timeout_s,
@@ -134,9 +135,7 @@ class _Execution:
     def _inputs(self, step: Step) -> dict[str, Artifact]:
         kinds = {s.name: s.stage.output for s in self.steps}
         return {
-            parameter: kinds[upstream](
-                uri=self.store.object(self.known[upstream]).as_uri(), digest=self.known[upstream]
-            )
+            parameter: kinds[upstream](uri=self.store.object_uri(self.known[upstream]), digest=self.known[upstream])
             for parameter, upstream in step.cfg.inputs.items()
         }
 
@@ -146,10 +145,10 @@ def _require_room(store: Store) -> None:
         store.prepare()
     except OSError as error:
         raise ConfigError(
-            f"store.root={store.root}: cannot be written ({error.strerror}); choose another with store.root=<directory>"
+            f"store.root={store.root}: {store.scratch} cannot be written ({error.strerror}); choose another with store.root=<directory>"
         ) from error
-    free = free_mb(store.root)
+    free = free_mb(store.scratch)
     if free < FREE_DISK_MB:
         raise ResourcesUnavailable(
-            f"{store.root}: {free} MB free, at least {FREE_DISK_MB} MB are needed; free some or set store.root=<directory>"
+            f"{store.scratch}: {free} MB free, at least {FREE_DISK_MB} MB are needed; free some or set store.root=<directory>"
         )

@@ -41,7 +41,7 @@ class PlanResolver:
 
     def path(self, path: Path) -> str:
         try:
-            return self._store.path_digest(path)
+            return self._store.digests.path(path)
         except OSError as error:
             raise StageError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -51,12 +51,12 @@ class PlanResolver:
 
 def planned(app: AppConfig) -> tuple[list[Step], Store]:
     """Steps with their actions decided. Light: no ray, no mlflow."""
-    store = Store(app.store_root)
+    store = Store.open(app)
     resolver = PlanResolver.of(app, store)
     steps = plan.build(app)
     plan.decide(app, steps, store, resolver, resolver.registry)
     with contextlib.suppress(OSError):  # a memo only: a read-only or full disk is named where it matters
-        store.save_memo()
+        store.digests.save()
     return steps, store
 
 

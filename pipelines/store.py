@@ -1,30 +1,40 @@
 """The content-addressed store: what is published, and how it becomes so. Apart, because nothing else writes below its root.
 
-    objects/<digest>/          a published artifact: its files, and MANIFEST last; immutable
-    records/<fingerprint>.json which object a recipe gave, with the payload, timings and versions of its making
-    history/<pipeline>/<stage>.json   the last payload of each stage, for `make why`
-    staging/ work/ quarantine/ leases/
+    objects/<digest>/            a published artifact: its files, and MANIFEST last; immutable
+    results/<fingerprint>/       slots, one for each try at this result: <fence>.lease.json, and <fence>.json when it ended
+    history/<pipeline>/<stage>.json   the last payloads of each stage, for `make why` and the plan's costs
+    runs/<pipeline>/<id>.json    one document for each invocation that executed something, for `make gc`
+    pins/ quarantine/
 
-The commit point is one rename of a record. "Directory not empty" is never "complete": readers follow records only, and a
+The root is a directory or an object store (`stages/storage/bucket.py`); the code is the same. The commit point is one create-if-absent of
+`results/<fingerprint>/<fence>.json` (`pipelines/lease.py`). "Directory not empty" is never "complete": readers follow records only, and a
 record whose object does not verify is set aside with a warning and made again.
+
+What is being made stands in `scratch`, always a directory of this machine: staging/ (one directory an attempt), work/ (resumable state).
 """
 
-import hashlib
+import contextlib
 import json
 import os
 import shutil
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from pipelines.lease import Lease
-
-MANIFEST = "MANIFEST.json"
+from pipelines import cost
+from pipelines.config import AppConfig
+from pipelines.digests import Digests, sha256_file, tree_digest
+from pipelines.fingerprint import recipe
+from pipelines.lease import Lease, Slots, identity
+from pipelines.mistakes import ConfigError
+from stages.artifacts import MANIFEST
+from stages.storage.bucket import Bucket, BucketError, fsync
 
 
 class IntegrityError(Exception):
@@ -32,228 +42,268 @@ class IntegrityError(Exception):
 
 
 @dataclass(frozen=True)
+class Deposit:
+    """An object that is in the store, whole, but that no record names yet."""
+
+    digest: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Record:
-    """A published result: what `records/<fingerprint>.json` holds."""
+    """A published result."""
 
     fingerprint: str
     digest: str
     payload: dict[str, Any]
     meta: dict[str, Any]
-    """run_id, started_at, seconds, bytes, metrics, headline, git, versions, fence."""
+    """run_id, started_at, seconds, bytes, metrics, headline, git, versions."""
+    fence: int = 0
 
 
 class Store:
     """Publishes attempts and finds what was published."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._memo_path = root / "digests.json"
-        self._memo: dict[str, list[Any]] | None = None
-        self._memo_changed = False
+    def __init__(self, root: str, scratch: Path, *, single_writer: bool = False) -> None:
+        """`root`: a file:// or object-store URI. Raises ConfigError for a root that cannot be."""
+        self.root = root.rstrip("/")
+        self.scratch = scratch
+        try:
+            self.bucket = Bucket(self.root, single_writer=single_writer)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"store.root={self.root}: {error}") from error
+        self.digests = Digests(scratch / "digests.json")
+
+    @classmethod
+    def open(cls, app: AppConfig) -> "Store":
+        return cls(app.store_root, app.scratch_root, single_writer=app.store.single_writer)
 
     def prepare(self) -> None:
-        """Create the directories; OSError when the root cannot be written."""
-        for name in ("objects", "records", "history", "staging", "work", "quarantine", "leases"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
-        probe = self.root / "staging" / f".probe-{uuid.uuid4().hex}"
-        probe.write_text("writable")
-        probe.unlink()
+        """Before the first stage runs: the directories, and proof that this backend keeps our promises."""
+        for name in ("staging", "work"):
+            (self.scratch / name).mkdir(parents=True, exist_ok=True)
+        try:
+            broken = None if self.bucket.single_writer else self.bucket.probe()
+            if self.bucket.single_writer:
+                self.bucket.put(".probe", b"writable")
+        except BucketError as error:
+            raise ConfigError(f"store.root={self.root}: cannot be written; {error}") from error
+        if broken:
+            raise ConfigError(
+                f"store.root={self.root} does not keep create-if-absent ({broken}): two runs could publish over each other. "
+                "Use another store, or store.single_writer=true if never more than one run writes to it"
+            )
 
-    def object(self, digest: str) -> Path:
-        return self.root / "objects" / digest
+    def object_uri(self, digest: str) -> str:
+        return f"{self.root}/objects/{digest}"
+
+    def object_directory(self, digest: str) -> Path | None:
+        """Where the object is on this machine, when the store is a directory."""
+        return self.bucket.directory / "objects" / digest if self.bucket.directory else None
 
     def work(self, fingerprint: str) -> Path:
-        return self.root / "work" / fingerprint
+        return self.scratch / "work" / fingerprint
 
     # Finding
 
     def find(self, fingerprint: str) -> tuple[Record | None, str | None]:
-        """(verified record, None), (None, None) when there is none, or (None, what is wrong with it)."""
-        path = self._record_path(fingerprint)
-        try:
-            data = json.loads(path.read_text("utf-8"))
-            record = Record(fingerprint=fingerprint, **{k: data[k] for k in ("digest", "payload", "meta")})
-        except (FileNotFoundError, NotADirectoryError):
-            return None, None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return None, f"{path}: unreadable record ({error})"
-        try:
-            self.verify(record.digest)
-        except IntegrityError as error:
-            return None, str(error)
-        return record, None
+        """(verified newest record, None), (None, None) when there is none, or (None, what is wrong with it)."""
+        record, broken = self._newest(fingerprint)
+        if record is not None:
+            try:
+                self.verify(record.digest)
+            except IntegrityError as error:
+                return None, str(error)
+        return record, broken
+
+    def _newest(self, fingerprint: str) -> tuple[Record | None, str | None]:
+        """The published slot with the highest fence, unverified."""
+        slots = Slots.of(self.bucket, fingerprint)
+        for fence in slots.fences:
+            if not slots.ended(fence):
+                continue
+            key = f"results/{fingerprint}/{fence:06d}.json"
+            try:
+                data = json.loads(self.bucket.get(key) or b"")
+                if "sealed" not in data:
+                    return Record(fingerprint, data["digest"], data["payload"], data["meta"], fence), None
+            except (ValueError, KeyError, TypeError) as error:
+                return None, f"{self.root}/{key}: unreadable record ({type(error).__name__})"
+        return None, None
 
     def verify(self, digest: str, *, deep: bool = False) -> None:
-        """Raise IntegrityError unless every file of the object is there with its size; weights and `deep` are hashed too."""
-        directory = self.object(digest)
-        try:
-            manifest = json.loads((directory / MANIFEST).read_text("utf-8"))
-            listed = {
-                str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise IntegrityError(f"{directory / MANIFEST}: unreadable manifest ({type(error).__name__})") from error
+        """Raise IntegrityError unless every file of the object is there with its size and bytes. A file is hashed once for each
+        size, mtime and inode (or entity tag); `deep` hashes all of them now."""
+        place = f"objects/{digest}"
+        listed = self.manifest(digest)
+        found = {entry.key.removeprefix(f"{place}/"): entry for entry in self.bucket.entries(place)}
         for name, (bytes_listed, sha256) in listed.items():
-            path = directory / name
-            try:
-                size = path.stat().st_size
-            except OSError:
-                raise IntegrityError(f"{path}: the file is gone") from None
-            if size != bytes_listed:
-                raise IntegrityError(f"{path}: {size} bytes, its manifest says {bytes_listed}")
-            # Weights and summaries decide what is served: they are hashed on every hit, once per inode, size and mtime.
-            hashed = deep or name.endswith((".safetensors", "summary.json", "golden.json"))
-            if hashed and self.file_digest(path, trust_memo=not deep) != sha256:
-                raise IntegrityError(f"{path}: its bytes changed since it was published")
+            where = f"{self.root}/{place}/{name}"
+            if name not in found:
+                raise IntegrityError(f"{where}: the file is gone")
+            if found[name].bytes != bytes_listed:
+                raise IntegrityError(f"{where}: {found[name].bytes} bytes, its manifest says {bytes_listed}")
+            directory = self.object_directory(digest)
+            if directory is not None:
+                now = self.digests.file(directory / name, trusted=not deep)
+            else:  # what is read from there is hashed when it is fetched (`Artifact.local`)
+                now = self._hash_remote(f"{place}/{name}") if deep else sha256
+            if now != sha256:
+                raise IntegrityError(f"{where}: its bytes changed since it was published")
+
+    def manifest(self, digest: str) -> dict[str, tuple[int, str]]:
+        """File -> (bytes, sha256) of an object. Raises IntegrityError."""
+        where = f"{self.object_uri(digest)}/{MANIFEST}"
+        try:
+            data = json.loads(self.bucket.get(f"objects/{digest}/{MANIFEST}") or b"")
+            listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in data["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError(f"{where}: unreadable manifest ({type(error).__name__})") from error
         if tree_digest({name: sha256 for name, (_, sha256) in listed.items()}) != digest:
-            raise IntegrityError(f"{directory / MANIFEST}: does not belong to object {digest[:12]}")
+            raise IntegrityError(f"{where}: does not belong to object {digest[:12]}")
+        return listed
 
-    def set_aside(self, fingerprint: str) -> Path:
+    def _hash_remote(self, key: str) -> str:
+        temporary = self.scratch / "staging" / f"verify-{uuid.uuid4().hex}"
+        try:
+            self.bucket.download(key, temporary)
+            return sha256_file(temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def set_aside(self, fingerprint: str) -> str:
         """Move a broken record, and its object when that is what is broken, to quarantine/. Returns the new place."""
-        place = self.root / "quarantine" / f"{fingerprint[:16]}-{uuid.uuid4().hex[:8]}"
-        place.mkdir(parents=True)
-        record = self._record_path(fingerprint)
-        try:
-            digest = json.loads(record.read_text("utf-8"))["digest"]
-            self.verify(digest)
-        except (IntegrityError, ValueError, KeyError, TypeError, OSError) as error:
-            if isinstance(error, IntegrityError) and self.object(digest).exists():
-                self.object(digest).rename(place / "object")
-        if record.exists():
-            record.rename(place / "record.json")
-        return place
+        place = f"quarantine/{fingerprint[:16]}-{uuid.uuid4().hex[:8]}"
+        slots = Slots.of(self.bucket, fingerprint)
+        for fence in slots.fences:
+            key = f"results/{fingerprint}/{fence:06d}.json"
+            data = self.bucket.get(key) if slots.ended(fence) else None
+            if data is None or b'"sealed"' in data[:200]:
+                continue
+            self.bucket.put(f"{place}/record.json", data)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                digest = json.loads(data)["digest"]
+                try:
+                    self.verify(digest)
+                except IntegrityError:
+                    self.bucket.move(f"objects/{digest}", f"{place}/object")
+            self.bucket.put(key, json.dumps({"sealed": f"set aside in {place}"}).encode())
+            break
+        return f"{self.root}/{place}"
 
-    def last(self, pipeline: str, stage: str) -> dict[str, Any] | None:
-        """What this stage of this pipeline was last executed or reused with: {"payload", "meta"}; None when never."""
-        try:
-            seen: dict[str, Any] = json.loads((self.root / "history" / pipeline / f"{stage}.json").read_text("utf-8"))
-            return seen
-        except (OSError, ValueError):
-            return None
-
-    def remember(self, pipeline: str, stage: str, record: Record) -> None:
-        """Keep a record as the last of its stage, for `last`."""
-        path = self.root / "history" / pipeline / f"{stage}.json"
-        seen = {"payload": record.payload, "meta": record.meta, "digest": record.digest}
-        if self.last(pipeline, stage) != seen:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(path, seen)
+    def records(self) -> Iterator[Record]:
+        """The newest record of every result, unverified; unreadable ones are left out."""
+        for fingerprint in self.bucket.children("results"):
+            record, _ = self._newest(fingerprint)
+            if record is not None:
+                yield record
 
     # Publishing
 
     def staging_directory(self, fingerprint: str) -> Path:
         """Name of a fresh directory for one attempt; not made yet."""
         owner = f"{socket.gethostname()}.{os.getpid()}"
-        return self.root / "staging" / f"{fingerprint[:16]}.{owner}.{uuid.uuid4().hex[:8]}"
+        return self.scratch / "staging" / f"{fingerprint[:16]}.{owner}.{uuid.uuid4().hex[:8]}"
 
-    def publish(
-        self, staged: Path, fingerprint: str, payload: dict[str, Any], meta: dict[str, Any], lease: Lease
-    ) -> Record:
-        """Hash, fsync, manifest last, rename, record: after the last rename the result exists, before it nothing does."""
+    def deposit(self, staged: Path) -> Deposit:
+        """Hash, fsync, manifest last, and one rename into objects/ (or uploads, the manifest last). No record names it yet.
+        Runs where the staged directory is; `publish` runs where the lease is."""
         files: dict[str, dict[str, Any]] = {}
-        for path in sorted(p for p in staged.rglob("*") if p.is_file()):
+        for path in sorted(p for p in staged.rglob("*") if p.is_file() or p.is_symlink()):
             if path.is_symlink():
                 raise IntegrityError(f"{path}: an artifact may not hold links")
+            fsync(path)
             files[path.relative_to(staged).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-            _fsync(path)
-        digest = tree_digest({name: entry["sha256"] for name, entry in files.items()})
-        _write_atomically(staged / MANIFEST, {"files": files, "digest": digest})
-        _fsync(staged)
-        meta = {**meta, "bytes": sum(int(entry["bytes"]) for entry in files.values()), "fence": lease.fence}
-        record = Record(fingerprint=fingerprint, digest=digest, payload=payload, meta=meta)
-        with lease.fenced():
-            self._place(staged, digest)
-            _write_atomically(self._record_path(fingerprint), {"digest": digest, "payload": payload, "meta": meta})
-        shutil.rmtree(self.work(fingerprint), ignore_errors=True)
-        return record
+        digest = tree_digest({name: str(entry["sha256"]) for name, entry in files.items()})
+        with (staged / MANIFEST).open("w", encoding="utf-8") as handle:
+            json.dump({"files": files, "digest": digest}, handle, indent=1, sort_keys=True)
+        for directory in (staged, *(p for p in staged.rglob("*") if p.is_dir())):
+            fsync(directory)
+        fsync(staged / MANIFEST)
+        self._place(staged, digest, list(files))
+        return Deposit(digest, sum(int(entry["bytes"]) for entry in files.values()))
 
-    def _place(self, staged: Path, digest: str) -> None:
-        target = self.object(digest)
-        if not target.exists():
+    def _place(self, staged: Path, digest: str, names: list[str]) -> None:
+        with contextlib.suppress(IntegrityError):
+            self.verify(digest)
+            shutil.rmtree(staged)  # the same content is there already, and whole
+            return
+        if self.bucket.entries(f"objects/{digest}"):
+            self.bucket.move(f"objects/{digest}", f"quarantine/{digest[:16]}-{uuid.uuid4().hex[:8]}/object")
+        target = self.object_directory(digest)
+        if target is None:
+            self.bucket.upload(staged, names, f"objects/{digest}")
+            self.bucket.upload(staged, [MANIFEST], f"objects/{digest}")
+            shutil.rmtree(staged)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        hashed = json.loads((staged / MANIFEST).read_text("utf-8"))["files"]
+        try:
             staged.rename(target)
-        else:  # the same content is there already: keep it if it is whole, else put ours in its place
-            try:
-                self.verify(digest, deep=True)
-                shutil.rmtree(staged)
-            except IntegrityError:
-                target.rename(self.root / "quarantine" / f"{digest[:16]}-{uuid.uuid4().hex[:8]}")
-                staged.rename(target)
-        _fsync(target.parent)
+        except OSError:
+            self.verify(digest)  # another run of equal content was faster
+            return
+        fsync(target.parent)
+        for name in names:  # just hashed, and immutable from here: never read again for its digest
+            self.digests.note(target / name, hashed[name]["sha256"])
+
+    def publish(
+        self, deposit: Deposit, fingerprint: str, payload: dict[str, Any], meta: dict[str, Any], lease: Lease
+    ) -> Record:
+        """The one create-if-absent after which the result exists, and before which nothing does. Raises LeaseLost."""
+        meta = {**meta, "bytes": deposit.bytes}
+        lease.commit({"digest": deposit.digest, "payload": payload, "meta": meta})
+        shutil.rmtree(self.work(fingerprint), ignore_errors=True)
+        return Record(fingerprint, deposit.digest, payload, meta, lease.fence)
 
     def sweep_staging(self) -> None:
         """Remove what killed processes of this host left half written."""
-        for left in (self.root / "staging").glob(f"*.{socket.gethostname()}.*.*"):
+        for left in (self.scratch / "staging").glob(f"*.{socket.gethostname()}.*.*"):
             if not psutil.pid_exists(int(left.name.split(".")[-2])):
                 shutil.rmtree(left, ignore_errors=True)
 
-    # Digests of what stands outside the store
+    # What was done before
 
-    def path_digest(self, path: Path) -> str:
-        """Content digest of a file, or of a directory's tree (names and bytes), memoised by size, mtime and inode."""
-        if path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-            return tree_digest({p.relative_to(path).as_posix(): self.file_digest(p) for p in files})
-        return self.file_digest(path)
+    def last(self, pipeline: str, stage: str) -> dict[str, Any] | None:
+        """What this stage of this pipeline was last executed or reused with: {"payload", "meta", "digest", "recent"}; None when
+        never."""
+        return self._document(f"history/{pipeline}/{stage}.json")
 
-    def file_digest(self, path: Path, *, trust_memo: bool = True) -> str:
-        status = path.stat()
-        key, stamp = str(path), [status.st_size, status.st_mtime_ns, status.st_ino]
-        memo = self._load_memo()
-        if trust_memo and key in memo and memo[key][:3] == stamp:
-            return str(memo[key][3])
-        found = sha256_file(path)
-        # A file changed less than two seconds ago may change again within the clock's grain: do not trust its mtime yet.
-        if time.time_ns() - status.st_mtime_ns > 2_000_000_000:
-            memo[key] = [*stamp, found]
-            self._memo_changed = True
-        return found
+    def remember(self, pipeline: str, stage: str, record: Record) -> None:
+        """Keep a record as the last of its stage, for `last`, and its execution among the recent ones (`pipelines/cost.py`)."""
+        before = self.last(pipeline, stage)
+        execution = cost.entry(record.fingerprint, record.fence, recipe(record.payload), record.meta)
+        recent = cost.remember((before or {}).get("recent", []), execution)
+        seen = {"payload": record.payload, "meta": record.meta, "digest": record.digest, "recent": recent}
+        if before != seen:
+            self._put(f"history/{pipeline}/{stage}.json", seen)
 
-    def save_memo(self) -> None:
-        """Write the digests computed by this process, if any."""
-        if self._memo_changed and self._memo is not None and self.root.is_dir():
-            _write_atomically(self._memo_path, self._memo)
-            self._memo_changed = False
+    def begin_run(self, pipeline: str, facts: dict[str, Any]) -> str:
+        """Enter an invocation in the ledger: what it needs is kept while it is not ended. Returns its id, sortable by time."""
+        run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        self._put(f"runs/{pipeline}/{run}.json", {**facts, "owner": identity(), "ended": False})
+        return run
 
-    def _load_memo(self) -> dict[str, list[Any]]:
-        if self._memo is None:
-            try:
-                self._memo = dict(json.loads(self._memo_path.read_text("utf-8")))
-            except (OSError, ValueError):
-                self._memo = {}
-        return self._memo
+    def end_run(self, pipeline: str, run: str, facts: dict[str, Any]) -> None:
+        """Add what came out: status, and digest and fingerprint of each step."""
+        key = f"runs/{pipeline}/{run}.json"
+        self._put(key, {**(self._document(key) or {}), **facts, "ended": True})
 
-    def _record_path(self, fingerprint: str) -> Path:
-        return self.root / "records" / f"{fingerprint}.json"
+    def runs(self, pipeline: str | None = None) -> list[dict[str, Any]]:
+        """The ledger, oldest first: each document with its `id` and `pipeline`."""
+        found = []
+        for name in [pipeline] if pipeline else self.bucket.children("runs"):
+            for file in self.bucket.children(f"runs/{name}"):
+                document = self._document(f"runs/{name}/{file}")
+                found.append({**(document or {}), "id": file.removesuffix(".json"), "pipeline": name})
+        return sorted(found, key=lambda run: str(run["id"]))
 
+    def _document(self, key: str) -> dict[str, Any] | None:
+        try:
+            loaded: dict[str, Any] = json.loads(self.bucket.get(key) or b"")
+            return loaded
+        except ValueError:
+            return None
 
-def tree_digest(files: dict[str, str]) -> str:
-    """Digest of a tree from its files' digests: names and bytes count, times and modes do not."""
-    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def sha256_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _write_atomically(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(value, handle, indent=1, sort_keys=True, allow_nan=False)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    def _put(self, key: str, value: dict[str, Any]) -> None:
+        self.bucket.put(key, json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode())

@@ -9,9 +9,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import unquote, urlparse
+
+from stages.storage import copies
 
 SUMMARY = "summary.json"
+MANIFEST = copies.MANIFEST
 
 
 class ArtifactError(Exception):
@@ -26,11 +28,11 @@ class Artifact:
     digest: str = ""
 
     def local(self) -> Path:
-        """The directory on this node."""
-        parsed = urlparse(self.uri)
-        if parsed.scheme != "file":
-            raise ArtifactError(f"{self.uri}: only file:// artifacts can be read in this release")
-        return Path(unquote(parsed.path))
+        """The directory on this node: the artifact itself, or a verified copy of what an object store holds."""
+        try:
+            return copies.local(self.uri)
+        except copies.BrokenCopy as error:
+            raise ArtifactError(str(error)) from error
 
     def summary(self) -> dict[str, Any]:
         """The parsed `summary.json`."""

@@ -99,5 +99,5 @@ def executions(state: Path) -> list[str]:
 
 def published(state: Path) -> dict[str, str]:
     """stage -> digest of every record."""
-    records = [json.loads(p.read_text()) for p in (state / "store" / "records").glob("*.json")]
-    return {r["payload"]["stage"]: r["digest"] for r in records}
+    ended = [json.loads(p.read_text()) for p in sorted((state / "store" / "results").glob("*/??????.json"))]
+    return {r["payload"]["stage"]: r["digest"] for r in ended if "sealed" not in r}

@@ -1,67 +1,139 @@
 """The lease: one holder, dead holders replaced, late ones refused."""
 
 import json
-import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from pipelines import lease as leases
-from pipelines.lease import Lease, LeaseLost, LeaseTimeout
+from pipelines.lease import Lease, LeaseLost, LeaseTimeout, Slots, identity, is_alive
+from stages.storage.bucket import Bucket
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from pipelines.lease import Lease;"
-    "Lease.acquire(Path(sys.argv[1]), 'f', lambda who: None); print('held', flush=True); time.sleep(60)"
+    "import sys, time; from pipelines.lease import Lease; from stages.storage.bucket import Bucket;"
+    "Lease.acquire(Bucket(sys.argv[1]), 'f', lambda who: None); print('held', flush=True); time.sleep(60)"
 )
 
 
-def hold_elsewhere(root: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(root)], stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return Bucket((tmp_path / "store").as_uri())
+
+
+def hold_elsewhere(bucket: Bucket) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, bucket.uri], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
 
-def test_a_second_holder_waits_and_is_told_who_holds_it(tmp_path: Path) -> None:
-    process = hold_elsewhere(tmp_path)
+def acquire(bucket: Bucket, timeout_s: float = 5.0) -> Lease:
+    return Lease.acquire(bucket, "f", lambda who: None, timeout_s)
+
+
+def record(bucket: Bucket, fence: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads(bucket.get(f"results/f/{fence:06d}.json") or b"null")
+    return found
+
+
+def test_a_second_holder_waits_and_is_told_who_holds_it(bucket: Bucket) -> None:
+    process = hold_elsewhere(bucket)
     heard: list[str] = []
     try:
-        with pytest.raises(LeaseTimeout, match=f"process {process.pid} on .* has held"):
-            Lease.acquire(tmp_path, "f", heard.append, timeout_s=1.5)
+        with pytest.raises(LeaseTimeout, match=f"process {process.pid} on .* has been making"):
+            Lease.acquire(bucket, "f", heard.append, timeout_s=1.5)
         assert heard and str(process.pid) in heard[0]
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_killed_holder_is_replaced_at_once_with_a_larger_fence(tmp_path: Path) -> None:
-    process = hold_elsewhere(tmp_path)
+def test_a_killed_holder_is_replaced_at_once_with_a_larger_fence(bucket: Bucket) -> None:
+    process = hold_elsewhere(bucket)
     process.kill()
     process.wait()
-    assert (tmp_path / "f.json").exists()  # the control: it died holding the lease
+    assert Slots.of(bucket, "f").holder() is not None  # the control: it died holding the lease
     begun = time.monotonic()
-    with Lease.acquire(tmp_path, "f", lambda who: None, timeout_s=5) as lease:
+    with acquire(bucket) as lease:
         assert time.monotonic() - begun < 1.0
         assert lease.fence == 2
-    assert not (tmp_path / "f.json").exists()
+    assert "taken over" in str(record(bucket, 1)["sealed"])
+    assert Slots.of(bucket, "f").holder() is None
 
 
-def test_a_holder_on_another_host_is_replaced_when_its_heart_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "f.json"
-    path.write_text(json.dumps({"pid": 1, "started": 0.0, "host": "elsewhere", "fence": 1}))
+def test_a_holder_on_another_host_is_replaced_when_its_heart_stopped_and_not_before(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "STALE_AFTER_S", 1.5)
+    monkeypatch.setattr(leases, "POLL_S", 0.1)
+    bucket.create("results/f/000001.lease.json", json.dumps({"pid": 1, "host": "elsewhere", "fence": 1}).encode())
+    beating = threading.Event()
+
+    def beat() -> None:
+        for count in range(12):
+            bucket.put("results/f/000001.beat", str(count).encode())
+            if beating.wait(0.25):
+                return
+
+    heart = threading.Thread(target=beat)
+    heart.start()
     with pytest.raises(LeaseTimeout):
-        Lease.acquire(tmp_path, "f", lambda who: None, timeout_s=0.5)
-    old = time.time() - leases.STALE_AFTER_S - 1
-    os.utime(path, (old, old))
-    Lease.acquire(tmp_path, "f", lambda who: None, timeout_s=0.5).release()
+        acquire(bucket, timeout_s=2.0)  # longer than STALE_AFTER_S, but it beats
+    beating.set()
+    heart.join()
+    with acquire(bucket, timeout_s=4.0) as lease:
+        assert lease.fence == 2
 
 
-def test_who_lost_the_lease_cannot_publish(tmp_path: Path) -> None:
-    late = Lease.acquire(tmp_path, "f", lambda who: None)
-    late._stop.set()  # a stalled process: no heartbeat, and then it wakes up
-    (tmp_path / "f.json").unlink()
-    with Lease.acquire(tmp_path, "f", lambda who: None), pytest.raises(LeaseLost), late.fenced():
-        raise AssertionError("published with an old fence")
+def test_who_lost_the_lease_cannot_publish(bucket: Bucket) -> None:
+    late = acquire(bucket)
+    bucket.create("results/f/000001.json", b'{"sealed": "by the successor"}')
+    with acquire(bucket) as successor:
+        with pytest.raises(LeaseLost):
+            late.commit({"digest": "late"})
+        successor.commit({"digest": "ours"})
     late.release()
+    assert record(bucket, 2)["digest"] == "ours" and record(bucket, 1)["sealed"] == "by the successor"
+
+
+def test_the_heartbeat_notices_that_the_lease_is_lost(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "HEARTBEAT_S", 0.1)
+    with acquire(bucket) as lease:
+        assert not lease.lost.wait(0.5)
+        bucket.create("results/f/000001.json", b'{"sealed": "taken over"}')
+        assert lease.lost.wait(2.0)
+
+
+def test_of_many_that_find_a_dead_holder_one_takes_over(bucket: Bucket) -> None:
+    dead = {"pid": 2**22 + 1, "started": "never", "host": identity()["host"], "fence": 1}
+    bucket.create("results/f/000001.lease.json", json.dumps(dead).encode())
+    won: list[int] = []
+
+    def take() -> None:
+        try:
+            won.append(Lease.acquire(bucket, "f", lambda who: None, timeout_s=0.3).fence)
+        except LeaseTimeout:
+            pass
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [2]
+
+
+def test_a_holder_that_fails_gives_the_slot_back_at_once(bucket: Bucket) -> None:
+    with pytest.raises(RuntimeError), acquire(bucket):
+        raise RuntimeError("the stage failed")
+    assert record(bucket, 1)["sealed"] == "released without a result"
+    with acquire(bucket, timeout_s=0.1) as lease:
+        assert lease.fence == 2
+
+
+def test_a_process_is_told_from_a_later_one_of_its_pid() -> None:
+    assert is_alive(identity())
+    assert not is_alive({**identity(), "started": "1 after boot other"})
