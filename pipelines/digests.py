@@ -45,6 +45,14 @@ class Digests:
         status = path.stat()
         self._keep(path, [status.st_size, status.st_mtime_ns, status.st_ino, sha256])
 
+    def tagged(self, uri: str) -> tuple[str, str] | None:
+        """(entity tag, sha256) of a blob in an object store when this machine last hashed it; None when it never did."""
+        known = self._loaded().get(uri)
+        return (str(known[0]), str(known[1])) if known else None
+
+    def note_tagged(self, uri: str, tag: str, sha256: str) -> None:
+        self._keep(uri, [tag, sha256])
+
     def save(self) -> None:
         """Write what this process learned, joined with what others wrote meanwhile."""
         with self._lock:
@@ -56,7 +64,7 @@ class Digests:
             temporary.replace(self._path)
             self._fresh = {}
 
-    def _keep(self, path: Path, entry: list[Any]) -> None:
+    def _keep(self, path: Path | str, entry: list[Any]) -> None:
         with self._lock:
             self._fresh[str(path)] = entry
             if self._memo is not None:

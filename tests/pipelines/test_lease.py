@@ -1,5 +1,6 @@
 """The lease: one holder, dead holders replaced, late ones refused."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -113,10 +114,8 @@ def test_of_many_that_find_a_dead_holder_one_takes_over(bucket: Bucket) -> None:
     won: list[int] = []
 
     def take() -> None:
-        try:
+        with contextlib.suppress(LeaseTimeout):
             won.append(Lease.acquire(bucket, "f", lambda who: None, timeout_s=0.3).fence)
-        except LeaseTimeout:
-            pass
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
