@@ -91,6 +91,7 @@ def sweep(console: Console, overrides: list[str], conf: str | None) -> int:
 def status(console: Console, overrides: list[str], conf: str | None) -> int:
     from pipelines import cluster
     from pipelines.registry import ALIASES, RegistryReader, tracking_uri
+    from pipelines.store import Store
     from stages.serving.endpoint import ask_ready
 
     app = compose(overrides, conf)
@@ -101,7 +102,7 @@ def status(console: Console, overrides: list[str], conf: str | None) -> int:
         served = f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1, {answers}"
     registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root))
     aliases = {alias: registry.alias(app.name, alias) for alias in ALIASES}
-    used = sum(p.stat().st_size for p in app.store_root.rglob("*") if p.is_file()) if app.store_root.exists() else 0
+    used = sum(entry.bytes for entry in Store.open(app).bucket.entries(""))
     console.table(
         [
             ("Ray head", f"process {head['pid']}" if head else "not running"),

@@ -44,6 +44,8 @@ class Step:
     """What `run.accept` waived so that it could be reused: `train.code: stages/train.py changed`."""
     inherited: list[str] = field(default_factory=list)
     """What was waived for the results that it takes, directly or not."""
+    failure: str | None = None
+    """Why its execution in this run gave no result."""
     expected: cost.Expected | None = None
     """What its execution should cost, from equal ones before; None when there were none."""
 
@@ -131,7 +133,7 @@ def decide_one(app: AppConfig, step: Step, store: Store, registry: Any) -> None:
         step.action, step.reason, step.accepted = "run", broken or moved or why(step), []
     elif step.accepted:
         step.action, step.record = "reuse", dataclasses.replace(record, meta={**record.meta, "accepted": step.waivers})
-        changes = "; ".join(waiver.partition(": ")[2] for waiver in step.accepted)
+        changes = "; ".join(waiver.partition(".")[2].replace(":", "") for waiver in step.accepted)
         step.reason = f"reused although {changes}: accepted by run.accept"
     else:
         step.action, step.reason, step.record = "reuse", _since(record), record
@@ -148,7 +150,7 @@ def _accept(app: AppConfig, step: Step, store: Store) -> Record | None:
         record = store.find(execution["fingerprint"])[0] if execution["recipe"] == recipe else None
         if record and fp.without(record.payload, waived) == fp.without(step.payload, waived):
             changes = fp.differences(record.payload, step.payload)
-            step.accepted = [f"{step.name}.{facet}: {'; '.join(found)}" for facet, found in changes.items()]
+            step.accepted = [f"{step.name}.{facet}: {_in_words(facet, found)}" for facet, found in changes.items()]
             return record
     return None
 
@@ -169,7 +171,7 @@ def identify(app: AppConfig, step: Step, known: dict[str, str], resolver: Resolv
 
 def artifact(step: Step, record: Record, store: Store) -> Artifact:
     """The typed face of a published record."""
-    return step.stage.output(uri=store.object(record.digest).as_uri(), digest=record.digest)
+    return step.stage.output(uri=store.object_uri(record.digest), digest=record.digest)
 
 
 def world_moved(step: Step, record: Record, store: Store, registry: Any, state: Path) -> str | None:
@@ -333,10 +335,15 @@ def facet_lines(step: Step) -> list[tuple[str, str]]:
     if step.payload is None or step.last is None:
         return []
     changed = fp.differences(step.last["payload"], step.payload)
-    lines = [(facet, change.removeprefix(facet).lstrip(" .")) for facet, found in changed.items() for change in found]
+    lines = [(facet, _in_words(facet, [change])) for facet, found in changed.items() for change in found]
     same = [facet for facet in fp.FACETS if facet not in changed]
     since = step.last["meta"].get("started_at", "the last time")
     return [*lines, ("as before", f"{', '.join(same)} (compared with {since})")] if same else lines
+
+
+def _in_words(facet: str, changes: list[str]) -> str:
+    """Changes of one facet, whose name is said already."""
+    return "; ".join(change.removeprefix(facet).lstrip(" .") for change in changes)
 
 
 def _since(record: Record) -> str:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines import plan
+from pipelines import cost, drawing, plan
 from pipelines.config import AppConfig
 from pipelines.plan import Step
 from pipelines.store import Store
@@ -143,10 +143,40 @@ def markdown(facts: Facts) -> str:
         parts.append(
             f"### Registry\n`models:/{version['name']}/{version['version']}`, digest `{version['digest'][:16]}`"
         )
+    if accepted_lines(facts):
+        parts.append(
+            "### Accepted by run.accept\n" + "\n".join(f"- {_one_line(line)}" for line in accepted_lines(facts))
+        )
     parts.append("### Stages\n" + _markdown_table(["stage", "", "seconds", "result", "made by run"], stage_rows(facts)))
     parts.append(f"### Reproduce\n{_fenced(facts.command)}\nseed {facts.seed}, {commit_line(facts)}")
     parts.append("The whole report is `report.html` among the artifacts.")
     return "\n\n".join(parts)
+
+
+def accepted_lines(facts: Facts) -> list[str]:
+    """What was waived for the results of this run, then for which stages' results."""
+    marked = {step.name: step.record.meta.get("accepted", []) for step in facts.steps if step.record}
+    lines = []
+    for waiver in dict.fromkeys(waiver for waivers in marked.values() for waiver in waivers):
+        stages = [name for name, waivers in marked.items() if waiver in waivers]
+        lines.append(f"{waiver} since that result was made; {', '.join(stages)} rest on it")
+    return lines
+
+
+def graph(facts: Facts) -> str:
+    """The pipeline as a drawing: what each stage came to in this run."""
+    nodes = []
+    for step in facts.steps:
+        meta = step.record.meta if step.record else {}
+        if step.record is None:
+            state, words = ("failed", "failed") if step.failure else ("skipped", "not reached")
+        elif step.action == "run":
+            state, words = "ran", f"{cost.duration(meta.get('seconds', 0.0))}, {cost.size(meta.get('bytes', 0))}"
+        else:
+            state, words = ("accepted", "reused, accepted") if step.accepted else ("reused", "reused")
+        title = step.failure or meta.get("headline") or step.reason
+        nodes.append(drawing.Node(step.name, state, words, _one_line(title), list(step.cfg.inputs.values())))
+    return drawing.draw(nodes)
 
 
 def stage_rows(facts: Facts) -> list[list[str]]:
@@ -193,6 +223,11 @@ def page(facts: Facts) -> str:
     report, served, version = facts.of(EvalReport), facts.of(Endpoint), facts.of(ModelVersion)
     ok = facts.status == "FINISHED"
     body = [f'<h1>{e(facts.title)}</h1><p class="verdict {"ok" if ok else "bad"}">{e(facts.verdict)}</p>']
+    if facts.steps:
+        body.append("<h2>Pipeline</h2>" + graph(facts))
+    if accepted_lines(facts):
+        items = "".join(f"<li>{e(line)}</li>" for line in accepted_lines(facts))
+        body.append(f"<h2>Accepted by run.accept</h2><ul>{items}</ul>")
     if report:
         header, rows = metric_rows(facts)
         body.append("<h2>Metrics against baselines</h2>" + _html_table(header, rows))
@@ -226,12 +261,14 @@ def page(facts: Facts) -> str:
     body.append(f"<h2>Reproduce</h2><pre>{e(facts.command)}</pre><p>seed {facts.seed}, {e(commit_line(facts))}</p>")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{e(facts.title)}: {e(facts.verdict)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>"
+        f"<title>{e(facts.title)}: {e(facts.verdict)}</title><style>{STYLE}{drawing.STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>"
     )
 
 
 STYLE = """
-:root{color-scheme:light dark;--line:#8884;--ok:#16803c;--bad:#b42318;--a:#2563eb;--b:#ea580c}
+:root{color-scheme:light dark;--line:#8884;--ok:#16803c;--bad:#b42318;--a:#2563eb;--b:#c2410c;--edge:#6b7280}
+@media(prefers-color-scheme:dark){:root{--ok:#4ade80;--bad:#f87171;--a:#60a5fa;--b:#fb923c;--edge:#9ca3af}}
 body{font:15px/1.5 system-ui,sans-serif;margin:0;padding:1.5rem}main{max-width:56rem;margin:auto}
 h1{margin:0 0 .3rem}h2{margin:2rem 0 .5rem;font-size:1.1rem;border-bottom:1px solid var(--line)}
 .verdict{font-weight:600;padding:.6rem .9rem;border-left:4px solid}.ok{border-color:var(--ok);color:var(--ok)}
