@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.harness import BUSY_LIMIT, Bench, summary, write
+from benchmarks.harness import BUSY_LIMIT, CHECKPOINT_MB, Bench, summary, write
 from benchmarks.machine import ROOT, python
 
 BENCHES = {
+    "noop": 300,
+    "hashing": 900,
+    "lookup": 900,
+    "empty_stages": 900,
     "orchestration": 180,
     "actor_call": 180,
     "serve_overhead": 240,
@@ -37,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help=f"which ones (default: all): {', '.join(BENCHES)}")
     parser.add_argument("--pairs", type=int, help="pairs of each comparison instead of the bench's own number")
     parser.add_argument("--quick", action="store_true", help="small sizes: proves that it works, measures nothing")
+    parser.add_argument("--megabytes", type=int, default=CHECKPOINT_MB, help="size of the checkpoint in bench hashing")
     parser.add_argument("--output", type=Path, help="directory of the results")
     parser.add_argument("--here", action="store_true", help="run the named benches in this process, for debugging")
     arguments = parser.parse_args(argv)
@@ -48,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwinds: what was started is ended
     if arguments.here:
         for name in names:
-            _measure(name, arguments.quick, arguments.pairs, directory)
+            _measure(name, arguments, directory)
         return 0
     began = time.monotonic()
-    broken = [name for name in names if not _in_child(name, arguments.quick, arguments.pairs, directory)]
+    broken = [name for name in names if not _in_child(name, arguments, directory)]
     results = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
     results = [result for result in results if result["bench"] in names and result["bench"] not in broken]
     print(f"\n{table(results)}\n\n{len(results)} results in {directory} after {time.monotonic() - began:.0f} s")
@@ -64,17 +69,18 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if broken or missed else 0
 
 
-def _measure(name: str, quick: bool, pairs: int | None, directory: Path) -> None:
-    background = machine.wait_quiet(0.0 if quick else QUIET_WAIT_S, BUSY_LIMIT)
-    bench = Bench(name, quick=quick, pairs=pairs, background=background)
+def _measure(name: str, how: argparse.Namespace, directory: Path) -> None:
+    background = machine.wait_quiet(0.0 if how.quick else QUIET_WAIT_S, BUSY_LIMIT)
+    bench = Bench(name, quick=how.quick, pairs=how.pairs, background=background, megabytes=how.megabytes)
     for result in importlib.import_module(f"benchmarks.{name}").run(bench):
         write(result, directory)
 
 
-def _in_child(name: str, quick: bool, pairs: int | None, directory: Path) -> bool:
+def _in_child(name: str, how: argparse.Namespace, directory: Path) -> bool:
     """Each bench has a process of its own: one process can join one Ray cluster only, and a bench that hangs is ended."""
     print(f"{name} (at most {BENCHES[name] / 60:.0f} minutes)", flush=True)
-    options = ["--quick"] * quick + (["--pairs", str(pairs)] if pairs else [])
+    options = ["--quick"] * how.quick + (["--pairs", str(how.pairs)] if how.pairs else [])
+    options += ["--megabytes", str(how.megabytes)]
     child = subprocess.Popen(python("-m", "benchmarks", name, "--here", "--output", str(directory), *options), cwd=ROOT)
     try:
         return child.wait(BENCHES[name]) == 0

@@ -22,6 +22,7 @@ BOOTSTRAP_FROM = 6
 """Below this many pairs a bootstrap covers too little; a t-interval on logarithms is used and the level is "indicative"."""
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """Student's t, 97.5 %, by degrees of freedom."""
+CHECKPOINT_MB = 1024
 BUSY_LIMIT, STEAL_LIMIT = 0.25, 0.05
 """Share of all cores that others may use at the start, and that the hypervisor may take during a bench."""
 
@@ -89,9 +90,17 @@ class Result:
 class Bench:
     """What a bench is given: its sizes, a voice, and the two ways to make a Result."""
 
-    def __init__(self, name: str, *, quick: bool, pairs: int | None, background: Mapping[str, float]) -> None:
-        """`background` is what `machine.wait_quiet` found."""
-        self.name, self.quick, self._pairs = name, quick, pairs
+    def __init__(
+        self,
+        name: str,
+        *,
+        quick: bool,
+        pairs: int | None,
+        background: Mapping[str, float],
+        megabytes: int = CHECKPOINT_MB,
+    ) -> None:
+        """`background` is what `machine.wait_quiet` found; `megabytes` is the size of a large checkpoint."""
+        self.name, self.quick, self._pairs, self.megabytes = name, quick, pairs, megabytes
         self._started = time.monotonic()
         self._cpu = machine.CpuTimes.now()
         self._background = dict(background)
@@ -224,6 +233,11 @@ def ratio_of(pairs: Sequence[Pair]) -> tuple[float, tuple[float, float] | None]:
     sample = numpy.random.default_rng(0).choice(numpy.asarray(logs), size=(RESAMPLES, n)).mean(axis=1)
     low, high = numpy.percentile(sample, [2.5, 97.5])
     return math.exp(mean), (math.exp(low), math.exp(high))
+
+
+def medians(pairs: Sequence[Pair]) -> dict[str, float]:
+    """The middle of each arm, for the details of a comparison."""
+    return {"median_a": statistics.median(p.a for p in pairs), "median_b": statistics.median(p.b for p in pairs)}
 
 
 def paired_verdict(

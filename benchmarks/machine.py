@@ -178,12 +178,14 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: Sequence[str], log: Path, environ: Mapping[str, str], cwd: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process of its own group; whatever of the group is left at the end is killed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=cwd,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -207,6 +209,40 @@ def run(command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s
             raise RuntimeError(f"{command[1:4]} took more than {timeout_s:.0f} s\n{tail(log)}") from None
     if code:
         raise RuntimeError(f"{command[1:4]} ended with {code}\n{tail(log)}")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one command took, with all processes that it waited for."""
+
+    wall_s: float
+    cpu_s: float
+    read_bytes: int
+    """Through read calls, from the page cache or not (`rchar`); what is mapped into memory is not in it."""
+
+
+def timed(
+    command: Sequence[str], log: Path, environ: Mapping[str, str], *, cwd: Path = ROOT, timeout_s: float = 300.0
+) -> Usage:
+    """Run to the end and say what it took. RuntimeError with the log's last lines when it fails or takes too long."""
+    before, began = _read_bytes(), time.perf_counter()
+    with started(command, log, environ, cwd) as process:
+        leash = threading.Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))
+        leash.start()
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        finally:
+            leash.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - began
+    if process.returncode:
+        raise RuntimeError(f"{list(command)[1:4]} ended with {process.returncode}\n{tail(log)}")
+    return Usage(wall, used.ru_utime + used.ru_stime, _read_bytes() - before)
+
+
+def _read_bytes() -> int:
+    """Bytes read by this process and, since the kernel adds them up at each wait, by all that it waited for."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -2,7 +2,6 @@
 answers; and the second run, which has nothing to do. Absolute limits, no comparison."""
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ def run(bench: Bench) -> list[Result]:
         bench.say("first run")
         first = _first(bench, command, environ, directory)
         repetitions = 2 if bench.quick else 5
-        seconds = [_cpu_seconds(command, environ, directory / "again.log") for _ in range(repetitions)]
+        seconds = [machine.timed(command, directory / "again.log", environ).cpu_s for _ in range(repetitions)]
         bench.say(f"second run: {seconds[0]:.2f} s of CPU")
         said = (directory / "again.log").read_text()
         heavy = _heavy_imports(overrides, environ)
@@ -105,19 +104,6 @@ def _first(bench: Bench, command: list[str], environ: dict[str, str], directory:
         raise RuntimeError(f"the run ended with {code}\n{machine.tail(log)}")
     bench.say(f"{seconds:.0f} s, peak {memory.peak_mb:.0f} MB")
     return {"seconds": seconds, "peak_mb": memory.peak_mb, "processes": memory.at_peak}
-
-
-def _cpu_seconds(command: list[str], environ: dict[str, str], log: Path) -> float:
-    """User and system seconds of a process and all that it waited for."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=machine.ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"the second run ended with {process.returncode}\n{machine.tail(log)}")
-    return usage.ru_utime + usage.ru_stime
 
 
 def _heavy_imports(overrides: list[str], environ: dict[str, str]) -> list[str]:

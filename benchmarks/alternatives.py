@@ -1,0 +1,45 @@
+"""The tools that we measure ourselves against, each in a virtual environment of its own. Apart, because none of them may ever
+meet our dependencies: an environment is made on first use, below the state directory, and kept.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.machine import ROOT, clean_environment
+
+PINNED = {"dvc": "3.67.1", "metaflow": "2.19.39", "dagster": "1.13.29"}
+PLACE = ROOT / ".raykeel" / "bench"
+INSTALL_TIMEOUT_S = 600.0
+
+
+def installed(name: str, say: Callable[[str], None]) -> Path:
+    """The `bin` directory of a tool's own environment. RuntimeError with pip's last lines when it cannot be made."""
+    directory = PLACE / f"venv-{name}"
+    ready = directory / f".ready-{PINNED[name]}"
+    if not ready.exists():
+        say(f"installing {name} {PINNED[name]} into {directory.relative_to(ROOT)} (once)")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        _require(sys.executable, "-m", "venv", str(directory))
+        pip = str(directory / "bin" / "pip")
+        _require(pip, "install", "-q", "--disable-pip-version-check", f"{name}=={PINNED[name]}")
+        ready.touch()
+    return directory / "bin"
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """What a tool runs in: nothing of ours to import, no settings of this user, no usage reports to anybody."""
+    ours = clean_environment()
+    kept = {k: v for k, v in ours.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")}
+    home.mkdir(parents=True, exist_ok=True)
+    return {**kept, "HOME": str(home), "DVC_NO_ANALYTICS": "1", "USERNAME": "bench", **more}
+
+
+def _require(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    if done.returncode:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+        raise RuntimeError(f"{' '.join(command[1:4])} ended with {done.returncode}\n{said}")
