@@ -262,6 +262,8 @@ class Store:
     ) -> Record:
         """The one create-if-absent after which the result exists, and before which nothing does. Raises LeaseLost."""
         meta = {**meta, "bytes": deposit.bytes}
+        if self.bucket.get(f"objects/{deposit.digest}/{MANIFEST}") is None:  # equal content that `make gc` took meanwhile
+            raise IntegrityError(f"{self.object_uri(deposit.digest)}: was removed before it was published; run again")
         lease.commit({"digest": deposit.digest, "payload": payload, "meta": meta})
         shutil.rmtree(self.work(fingerprint), ignore_errors=True)
         return Record(fingerprint, deposit.digest, payload, meta, lease.fence)
@@ -294,10 +296,14 @@ class Store:
         self._put(f"runs/{pipeline}/{run}.json", {**facts, "owner": identity(), "ended": False})
         return run
 
-    def end_run(self, pipeline: str, run: str, facts: dict[str, Any]) -> None:
-        """Add what came out: status, and digest and fingerprint of each step."""
+    def note_run(self, pipeline: str, run: str, facts: dict[str, Any]) -> None:
+        """Add what became known meanwhile: fingerprint and digest of each step (`pipelines/ledger.py`)."""
         key = f"runs/{pipeline}/{run}.json"
-        self._put(key, {**(self._document(key) or {}), **facts, "ended": True})
+        self._put(key, {**(self._document(key) or {}), **facts})
+
+    def end_run(self, pipeline: str, run: str, facts: dict[str, Any]) -> None:
+        """Add what came out."""
+        self.note_run(pipeline, run, {**facts, "ended": True})
 
     def runs(self, pipeline: str | None = None) -> list[dict[str, Any]]:
         """The ledger, oldest first: each document with its `id` and `pipeline`."""
