@@ -2,26 +2,35 @@
 because this is where a stage's own trouble (bad data, a full disk, a signal) is turned into a truthful record.
 """
 
+import dataclasses
 import errno
+import functools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipelines.config import ROOT, AppConfig, plain
 from pipelines.console import StageLine
+from pipelines.digests import sha256_text
 from pipelines.journal import Run
 from pipelines.lease import Lease
 from pipelines.plan import Step
+from pipelines.pool import STOP_GRACE_S, TIMEOUT_GRACE_S, converse
 from pipelines.recorder import Recorder
-from pipelines.session import PlanResolver, Session, Terminated
-from pipelines.store import Record, Store, sha256_text
-from stages.artifacts import Artifact
-from stages.contract import Context, StageError
+from pipelines.schedule import Share, Stopped
+from pipelines.session import PlanResolver, Session
+from pipelines.store import Deposit, Record, Store
+from pipelines.watch import Watch
+from pipelines.worker import REGISTRY_CALLS, Job
+from stages.artifacts import MANIFEST, Artifact
+from stages.contract import StageError
+from stages.storage.bucket import free_mb
 
 
 @dataclass
@@ -34,6 +43,11 @@ class Attempt:
     step: Step
     inputs: dict[str, Artifact]
     line: StageLine
+    share: Share
+    work: Path
+    """Resumable state; stays when the attempt fails."""
+    number: int = 1
+    """1 for the first, one more for each retry."""
 
     def run(self, parent: Run, lease: Lease) -> Record:
         """Execute the step under its lease and publish what it made. Raises what the stage raised."""
@@ -41,10 +55,10 @@ class Attempt:
 
         step, store = self.step, self.store
         assert step.fingerprint is not None
+        die_if_asked(step.name, "before-start")
         tags = {"raykeel.stage": step.stage.name, "raykeel.fingerprint": step.fingerprint}
+        tags["raykeel.attempt"] = str(self.number)
         child = self.session.tracking(self.app.name).start_child(parent, step.name, tags)
-        # A forced execution must not continue what an earlier one of the same recipe left half done.
-        work = store.work(step.fingerprint + (f"-{uuid.uuid4().hex[:8]}" if step.forced else ""))
         staged = store.staging_directory(step.fingerprint)
         status = "FAILED"
         try:
@@ -52,50 +66,34 @@ class Attempt:
             child.log_text(json.dumps(step.payload, indent=1, sort_keys=True), "payload.json")
             child.log_text(json.dumps(plain(step.cfg), indent=1, sort_keys=True), "config.json")
             staged.mkdir(parents=True)
-            work.mkdir(parents=True, exist_ok=True)
-            record = self._make(child, lease, staged, work)
+            self.work.mkdir(parents=True, exist_ok=True)
+            record = self._make(child, lease, staged)
             status = "FINISHED"
             return record
-        except (KeyboardInterrupt, Terminated):
+        except Stopped:
             status = "KILLED"
             raise
         except Exception as error:
             child.set_tags({"raykeel.error": str(error)[:500]})
-            if _disk_is_full(error):
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StageError(
-                    f"{step.name}: no space left under {store.root} ({free_mb(store.root)} MB free): free some, or set "
+                    f"{step.name}: no space left under {store.root} ({free_mb(store.scratch)} MB free): free some, or set "
                     f"store.root=<directory on another disk>, and run again"
                 ) from error
             raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-            if step.forced:
-                shutil.rmtree(work, ignore_errors=True)
             child.close(status)
             if child.failed:
                 self.session.console.warn(f"MLflow: {child.failed}")
+            die_if_asked(step.name, "after-close")
 
-    def _make(self, child: Run, lease: Lease, staged: Path, work: Path) -> Record:
-        from pipelines.tracking import MlflowRegistry
-
+    def _make(self, child: Run, lease: Lease, staged: Path) -> Record:
         step, store = self.step, self.store
         assert step.fingerprint is not None and step.payload is not None
         recorder = Recorder(child)
-        context = Context(
-            output=staged,
-            work=work,
-            state=self.app.state_root,
-            fingerprint=step.fingerprint,
-            seed=self.app.seed,
-            tracker=recorder,
-            registry=MlflowRegistry(self.session.tracking(self.app.name), child),
-            progress=self.line.progress,
-            headline=self.line.headline,
-        )
         started, clock = time.time(), time.monotonic()
-        made = step.stage.function(step.cfg, context, **self.inputs)
-        assert type(made) is step.stage.output, f"{step.name} returned {type(made).__name__}"
-        made.check()
+        deposit = self._execute(child, recorder, lease, staged)
         self._require_unchanged_sources()
         commit = git()
         meta = {
@@ -109,11 +107,59 @@ class Attempt:
             "git": commit,
             **step.facts,
         }
-        record = store.publish(staged, step.fingerprint, step.payload, meta, lease)
+        die_if_asked(step.name, "before-commit")
+        record = store.publish(deposit, step.fingerprint, step.payload, meta, lease)
+        die_if_asked(step.name, "after-commit")
         child.set_tags({"raykeel.digest": record.digest, **{f"git.{k}": v for k, v in commit.items() if v}})
-        for name in ("MANIFEST.json", "summary.json"):
-            child.log_text((store.object(record.digest) / name).read_text("utf-8"), name.lower())
+        for name in (MANIFEST, "summary.json"):
+            child.log_text((store.bucket.get(f"objects/{record.digest}/{name}") or b"").decode(), name.lower())
         return record
+
+    def _execute(self, child: Run, recorder: Recorder, lease: Lease, staged: Path) -> Deposit:
+        """Have a worker process run the stage, and listen to it."""
+        from pipelines.tracking import MlflowRegistry
+
+        step, line = self.step, self.line
+        assert step.fingerprint is not None
+        where = None
+        if step.stage.ray:
+            line.progress(0.0, "waiting for Ray")
+            where = self.session.ray()
+        registry = MlflowRegistry(self.session.tracking(self.app.name), child)
+
+        def answer(method: str, *arguments: Any) -> Any:
+            assert method in REGISTRY_CALLS, method
+            return getattr(registry, method)(*arguments)
+
+        job = Job(
+            name=step.name,
+            cfg=step.cfg,
+            inputs=self.inputs,
+            app=dataclasses.replace(self.app, stages={}),
+            fingerprint=step.fingerprint,
+            staged=staged,
+            work=self.work,
+            ray=where,
+        )
+        worker = self.session.pool.take(where.address if where else None)
+        watch = Watch(step.name, step.cfg.resources.timeout_s, self.app.run, worker, lease, self.share, line.note)
+        ears = {
+            "progress": line.progress,
+            "headline": line.headline,
+            "metrics": recorder.log_metrics,
+            "dataset": recorder.log_dataset,
+            "text": recorder.log_text,
+            "registry": answer,
+            "waiting": watch.told,
+            "made": lambda: line.progress(1.0, "storing"),
+        }
+        try:
+            deposit: Deposit = converse(worker, job, lambda kind, *arguments: ears[kind](*arguments), watch)
+        except BaseException as error:
+            worker.stop(STOP_GRACE_S if isinstance(error, Stopped) else TIMEOUT_GRACE_S)
+            raise
+        self.session.pool.give_back(worker)
+        return deposit
 
     def _require_unchanged_sources(self) -> None:
         """What was planned is what was read: a file edited, or an alias moved, meanwhile is not published as what it was."""
@@ -126,8 +172,9 @@ class Attempt:
             raise StageError(f"{step.name}: its source changed while it was read; nothing was published, run again")
 
 
+@functools.cache
 def git() -> dict[str, str]:
-    """Commit, and a digest of what is not committed; empty outside a checkout."""
+    """Commit, and a digest of what is not committed; empty outside a checkout. Once a process: it says what code was loaded."""
 
     def ask(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
@@ -140,12 +187,8 @@ def git() -> dict[str, str]:
         return {}
 
 
-def free_mb(path: Path) -> int:
-    """Free space of the file system that holds `path`, in MiB."""
-    return shutil.disk_usage(path).free // 2**20
-
-
-def _disk_is_full(error: BaseException) -> bool:
-    """Here, or in a Ray worker, whose exception carries its cause."""
-    seen: list[Any] = [error, getattr(error, "cause", None), error.__cause__]
-    return any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in seen)
+def die_if_asked(stage: str, point: str) -> None:
+    """For fault tests only: RAYKEEL_KILL_AT=<stage>:<point> makes the driver kill itself there, as a lost machine would. Points:
+    before-start, before-commit (deposited, not published), after-commit (published, MLflow not told), after-close."""
+    if os.environ.get("RAYKEEL_KILL_AT") == f"{stage}:{point}":
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +33,61 @@ SOCKET_ROOM = 45
 """A Unix socket's path may have 107 bytes, and Ray appends about 60 to its directory."""
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where a running Ray is, and what a process needs to be let in."""
+
+    address: str
+    environment: dict[str, str]
+    timeout_s: float
+
+
+@contextlib.contextmanager
+def provide(cfg: ClusterConfig, state: Path) -> Iterator[Callable[[], Address]]:
+    """A Ray for the processes of this run; this one does not join it. Yields what gives its address, and starts it where it is
+    not up. Raises ResourcesUnavailable."""
+    quiet()
+    if cfg.mode is ClusterMode.local:
+        hold(state)
+        try:
+            yield lambda: Address(_head_address(cfg, state), _private_environment(state), cfg.connect_timeout_s)
+        finally:
+            release(state)
+    elif cfg.mode is ClusterMode.ephemeral:
+        state.mkdir(parents=True, exist_ok=True)
+        head = _start_keeper(cfg, state, ephemeral=True)
+        try:
+            yield lambda: Address(str(head["address"]), _private_environment(state), cfg.connect_timeout_s)
+        finally:
+            endpoint_path(state).unlink(missing_ok=True)  # what was deployed on it ends with it
+            _end_process(head)
+            forget(state, head)
+    else:
+        assert cfg.address is not None
+        given = Address(cfg.address, {}, cfg.connect_timeout_s)
+        _require_listening(given.address, given.timeout_s)
+        yield lambda: given
+
+
+def join(where: Address) -> None:
+    """Ray is initialised in this process. Raises ResourcesUnavailable."""
+    quiet()
+    if where.environment:
+        os.environ.pop("RAY_ADDRESS", None)  # a cluster is joined only when the config names it
+        os.environ.update(where.environment)
+    _init(address=where.address)
+    _require_a_cpu(where.timeout_s)
+
+
 @contextlib.contextmanager
 def connect(cfg: ClusterConfig, state: Path) -> Iterator[None]:
     """Ray is initialised in this process inside the block. Raises ResourcesUnavailable."""
-    quiet()
-    with contextlib.ExitStack() as stack:
-        if cfg.mode is ClusterMode.local:
-            hold(state)
-            stack.callback(release, state)
-            address = _head_address(cfg, state)
-            _go_private(state)
-            stack.callback(stop_here)
-            _init(address=address)
-        elif cfg.mode is ClusterMode.ephemeral:
-            state.mkdir(parents=True, exist_ok=True)
-            _go_private(state)
-            # What is deployed on it ends with it.
-            stack.callback(endpoint_path(state).unlink, missing_ok=True)
-            directory = short_directory()
-            stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            stack.callback(stop_here)
-            start_here(cfg, directory)
-        else:
-            assert cfg.address is not None
-            _require_listening(cfg.address, cfg.connect_timeout_s)
-            stack.callback(stop_here)
-            _init(address=cfg.address)
-        _require_a_cpu(cfg.connect_timeout_s)
-        yield
+    with provide(cfg, state) as address:
+        try:
+            join(address())
+            yield
+        finally:
+            stop_here()
 
 
 def hold(state: Path) -> None:
@@ -121,6 +149,13 @@ def _stop_head(state: Path) -> str | None:
     head = running_head(state)
     if head is None:
         return None
+    _end_process(head)
+    forget(state, head)
+    return f"stopped the Ray head (process {head['pid']}) and what it served"
+
+
+def _end_process(head: dict[str, Any]) -> None:
+    family: list[psutil.Process] = []
     try:
         process = psutil.Process(head["pid"])
         family = [process, *process.children(recursive=True)]
@@ -129,14 +164,12 @@ def _stop_head(state: Path) -> str | None:
     except psutil.TimeoutExpired:
         process.kill()
     except psutil.NoSuchProcess:
-        family = []
+        pass
     # The raylet ends its workers itself; whoever is left after that is ended here, by identity and never by name.
     _, left = psutil.wait_procs(family, timeout=5)
     for straggler in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             straggler.kill()
-    forget(state, head)
-    return f"stopped the Ray head (process {head['pid']}) and what it served"
 
 
 def forget(state: Path, head: dict[str, Any]) -> None:
@@ -146,8 +179,9 @@ def forget(state: Path, head: dict[str, Any]) -> None:
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(Path(head["session"]) / "logs", kept, ignore_dangling_symlinks=True)
     shutil.rmtree(head["directory"], ignore_errors=True)
-    if _recorded_head(state) == head:
-        head_path(state).unlink(missing_ok=True)
+    for record in (head_path(state), ephemeral_path(state, os.getpid())):
+        if _read(record) == head:
+            record.unlink(missing_ok=True)
 
 
 def endpoint_path(state: Path) -> Path:
@@ -171,6 +205,11 @@ def _recorded_head(state: Path) -> dict[str, Any] | None:
 
 def head_path(state: Path) -> Path:
     return state / "cluster" / "head.json"
+
+
+def ephemeral_path(state: Path, owner: int) -> Path:
+    """Record of the head that ends with process `owner`."""
+    return state / "cluster" / f"ephemeral-{owner}.json"
 
 
 def _user_path(state: Path) -> Path:
@@ -204,13 +243,19 @@ def _head_address(cfg: ClusterConfig, state: Path) -> str:
         return str(head["address"])
 
 
-def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
-    if dead := _recorded_head(state):
+def _start_keeper(cfg: ClusterConfig, state: Path, *, ephemeral: bool = False) -> dict[str, Any]:
+    """A new head: this project's, or one of this process alone. Returns its record."""
+    arguments = [str(state), str(logical_cpus(cfg)), str(cfg.object_store_mb)]
+    record = head_path(state)
+    if ephemeral:
+        record = ephemeral_path(state, os.getpid())
+        arguments.append(json.dumps(identity()))
+    elif dead := _recorded_head(state):
         forget(state, dead)
+    record.parent.mkdir(parents=True, exist_ok=True)
     endpoint_path(state).unlink(missing_ok=True)  # a head that starts now serves nothing yet
     (state / "logs").mkdir(parents=True, exist_ok=True)
     log = state / "logs" / "head.log"
-    arguments = [str(state), str(_logical_cpus(cfg)), str(cfg.object_store_mb)]
     search = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     with log.open("wb") as output:
         keeper = subprocess.Popen(
@@ -224,7 +269,8 @@ def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
         )
     deadline = time.monotonic() + START_TIMEOUT_S
     while keeper.poll() is None and time.monotonic() < deadline:
-        if head := running_head(state):
+        head = _read(record)
+        if head and is_alive(head):
             return head
         time.sleep(0.1)
     how = (
@@ -236,7 +282,8 @@ def _start_keeper(cfg: ClusterConfig, state: Path) -> dict[str, Any]:
     raise ResourcesUnavailable(f"Ray did not start: its process {how}: {_last_line(log)} (whole log: {log})")
 
 
-def _logical_cpus(cfg: ClusterConfig) -> int:
+def logical_cpus(cfg: ClusterConfig) -> int:
+    """CPUs that a head of our own offers."""
     return cfg.num_cpus or max(4, os.cpu_count() or 1)
 
 
@@ -260,11 +307,6 @@ def _private_environment(state: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token(state)),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
-
-
-def _go_private(state: Path) -> None:
-    os.environ.pop("RAY_ADDRESS", None)  # a cluster is joined only when the config names it
-    os.environ.update(_private_environment(state))
 
 
 def _init(**arguments: Any) -> None:
@@ -320,7 +362,7 @@ def start_here(cfg: ClusterConfig, directory: Path) -> str:
     services.start_api_server = lambda *arguments, **options: ("", None)
     _init(
         address="local",
-        num_cpus=_logical_cpus(cfg),
+        num_cpus=logical_cpus(cfg),
         include_dashboard=False,
         object_store_memory=cfg.object_store_mb * 2**20,
         _temp_dir=str(directory / "r"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelines.mistakes import ConfigError, did_you_mean, explain, refuse_the_word_none, reject_unknown_keys
 from stages.contract import STAGES, StageConfig
+from stages.storage.bucket import local_path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -28,6 +29,10 @@ class ClusterMode(enum.Enum):
     local = "local"
     ephemeral = "ephemeral"
     attach = "attach"
+
+
+OnFailure = enum.Enum("OnFailure", ["stop", "continue"])
+"""What a failed stage means for the stages that do not depend on it. (`continue` is a word of Python's own.)"""
 
 
 @dataclass(kw_only=True)
@@ -47,10 +52,23 @@ class RunConfig:
     """Take only the first N rows of the source (sets `limit` of the ingest stage, so it does enter its fingerprint)."""
     lease_timeout_s: float = 3600.0
     """Seconds to wait for another run that is making the same result, before giving up."""
+    max_parallel: int = 4
+    """Stages that may run side by side, as far as they do not depend on each other and CPUs are free."""
+    on_failure: OnFailure = OnFailure.stop
+    """stop: after a failure nothing new starts, what runs is finished; continue: stages that do not depend on it go on."""
+    quiet_after_s: float = 60.0
+    """Seconds without a sign of a running stage after which the console says what is waited for."""
+    stall_limit_s: float = 3600.0
+    """Seconds without a sign of a running stage after which the attempt is ended."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"run.limit must be >= 1, got {self.limit}")
+        if self.max_parallel < 1:
+            raise ValueError(f"run.max_parallel must be >= 1, got {self.max_parallel}")
+        for name in ("lease_timeout_s", "quiet_after_s", "stall_limit_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"run.{name} must be above 0, got {getattr(self, name)}")
         for waiver in self.accept:
             stage, _, facet = waiver.partition(".")
             if not stage or facet not in WAIVABLE:
@@ -125,7 +143,10 @@ class StoreConfig:
     """Where artifacts live. Never part of a fingerprint."""
 
     root: str | None = None
-    """Directory of the content-addressed store; default: `store` under the state directory."""
+    """Root of the content-addressed store: a directory, or s3://bucket/prefix (gs://, az://) with credentials from the environment;
+    default: `store` under the state directory."""
+    single_writer: bool = False
+    """Declares that never more than one run writes to `root`: for backends without create-if-absent, which are refused otherwise."""
 
 
 @dataclass(kw_only=True)
@@ -154,8 +175,19 @@ class AppConfig:
         return (ROOT / Path(self.state).expanduser()).resolve()
 
     @property
-    def store_root(self) -> Path:
-        return (ROOT / Path(self.store.root).expanduser()).resolve() if self.store.root else self.state_root / "store"
+    def store_root(self) -> str:
+        """URI of the store: file:///... or an object store's."""
+        if self.store.root and "://" in self.store.root:
+            return self.store.root.rstrip("/")
+        directory = (
+            (ROOT / Path(self.store.root).expanduser()).resolve() if self.store.root else self.state_root / "store"
+        )
+        return directory.as_uri()
+
+    @property
+    def scratch_root(self) -> Path:
+        """Directory of this machine for what is being made: on the file system of the store when that is a directory."""
+        return local_path(self.store_root) or self.state_root / "scratch"
 
 
 def redacted(text: str) -> str:

@@ -1,13 +1,14 @@
 """What a person sees while it runs. Apart, because a terminal gets moving progress and a pipe gets plain lines."""
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipelines import cost
@@ -24,6 +25,8 @@ class Console:
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
         self.json = False
         """The command line asked for JSON (`--json`) on stdout, and nothing else there."""
+        self._bars: Progress | None = None
+        self._lock = threading.Lock()
 
     def line(self, text: str) -> None:
         """A plain line; rich markup in it is not interpreted."""
@@ -52,6 +55,37 @@ class Console:
     def stage(self, name: str, width: int) -> "StageLine":
         return StageLine(self, name, width)
 
+    @property
+    def bars(self) -> Progress:
+        """The moving lines of a terminal, one for each running stage."""
+        if self._bars is None:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(24),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[text]}"),
+            )
+            self._bars = Progress(*columns, console=self.out, transient=True)
+        return self._bars
+
+    def open_bar(self, name: str) -> TaskID | None:
+        """A moving line; None where there is no terminal."""
+        if not self.out.is_terminal:
+            return None
+        with self._lock:
+            task = self.bars.add_task(name, total=1.0, text="")
+            self.bars.start()
+            return task
+
+    def close_bar(self, task: TaskID | None) -> None:
+        if task is None:
+            return
+        with self._lock:
+            self.bars.remove_task(task)
+            if not self.bars.task_ids:
+                self.bars.stop()
+                self._bars = None
+
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Two aligned columns."""
         width = max(len(label) for label, _ in rows)
@@ -60,7 +94,7 @@ class Console:
 
 
 class StageLine:
-    """One stage while it runs: a bar on a terminal, a line every 15 s elsewhere, and one closing line."""
+    """One stage while it runs: a bar on a terminal, a line every 15 s elsewhere, and one closing line. Several may be open."""
 
     PLAIN_EVERY_S = 15.0
 
@@ -70,28 +104,22 @@ class StageLine:
         self._started = time.monotonic()
         self._said = self._started
         self._headline = ""
-        self._progress: Progress | None = None
         self._task: Any = None
 
     def __enter__(self) -> "StageLine":
-        if self._console.out.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(24),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[text]}"),
-            )
-            self._progress = Progress(*columns, console=self._console.out, transient=True)
-            self._task = self._progress.add_task(self._name, total=1.0, text="")
-            self._progress.start()
+        self._task = self._console.open_bar(self._name)
         return self
 
     def progress(self, fraction: float, text: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=fraction, text=escape(text))
+        if self._task is not None:
+            self._console.bars.update(self._task, completed=fraction, text=escape(text))
         elif time.monotonic() - self._said > self.PLAIN_EVERY_S:
             self._said = time.monotonic()
             self._console.line(f"  {self._name}  {fraction:4.0%}  {text}")
+
+    def note(self, text: str) -> None:
+        """A line that stays, for what a person should know while it runs."""
+        self._console.line(f"  {self._name}  {text}")
 
     def headline(self, text: str) -> None:
         self._headline = text
@@ -104,8 +132,7 @@ class StageLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._console.close_bar(self._task)
         seconds = time.monotonic() - self._started
         mark = "[green]✓[/]" if kind is None else "[red]✗[/]"
         self._console.out.print(

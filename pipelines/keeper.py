@@ -1,5 +1,6 @@
-"""The process that holds this project's Ray: `python -m pipelines.keeper STATE CPUS STORE_MB`. Apart, because it outlives the
-run that starts it and must know when nobody needs it any more.
+"""The process that holds this project's Ray: `python -m pipelines.keeper STATE CPUS STORE_MB [OWNER]`. Apart, because it outlives
+the run that starts it and must know when nobody needs it any more. With an owner (the identity of a process, as JSON) the head is
+that process's alone and ends with it.
 """
 
 import json
@@ -8,16 +9,22 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pipelines import cluster
 from pipelines.config import ClusterConfig
-from pipelines.lease import identity
+from pipelines.lease import identity, is_alive
 
 IDLE_EXIT_S = 3.0
 
 
-def keep(state: Path, num_cpus: int, object_store_mb: int) -> None:
-    """Start Ray, record it, wait for SIGTERM or until no run and no endpoint needs it."""
+def keep(state: Path, num_cpus: int, object_store_mb: int, owner: dict[str, Any] | None) -> None:
+    """Start Ray, record it, wait for SIGTERM or until its owner is gone, or else no run and no endpoint needs it."""
+    record = cluster.ephemeral_path(state, int(owner["pid"])) if owner else cluster.head_path(state)
+
+    def is_needed() -> bool:
+        return is_alive(owner) if owner else cluster.is_needed(state)
+
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the run, not for what serves
@@ -26,18 +33,19 @@ def keep(state: Path, num_cpus: int, object_store_mb: int) -> None:
         address = cluster.start_here(ClusterConfig(num_cpus=num_cpus, object_store_mb=object_store_mb), directory)
         session = str((directory / "r" / "session_latest").resolve())
         head = {**identity(), "address": address, "session": session, "directory": str(directory)}
-        fresh = cluster.head_path(state).with_suffix(".new")
+        fresh = record.with_suffix(".new")
         fresh.write_text(json.dumps(head))
-        fresh.replace(cluster.head_path(state))
+        fresh.replace(record)
         idle_since = time.monotonic()
         while not stopping:
             time.sleep(0.5)
-            if cluster.is_needed(state):
+            if is_needed():
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > IDLE_EXIT_S:
                 with cluster.alone(state):  # nobody joins a head that is about to end
-                    if not cluster.is_needed(state):
+                    if not is_needed():
                         cluster.forget(state, head)
+                        record.unlink(missing_ok=True)
                         break
         cluster.stop_here()
     finally:
@@ -46,4 +54,4 @@ def keep(state: Path, num_cpus: int, object_store_mb: int) -> None:
 
 if __name__ == "__main__":
     cluster.quiet()
-    keep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    keep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]) if len(sys.argv) > 4 else None)

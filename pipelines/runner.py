@@ -3,24 +3,35 @@ the order in which promises are kept: lease, attempt, validation, publication, a
 """
 
 import contextlib
+import itertools
 import json
+import shutil
 import time
+import uuid
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from pipelines import plan, report
 from pipelines.attempt import Attempt
-from pipelines.config import AppConfig, plain, redacted
+from pipelines.config import AppConfig, OnFailure, plain, redacted
+from pipelines.console import StageLine
 from pipelines.journal import Run
-from pipelines.lease import Lease
+from pipelines.lease import Lease, LeaseLost
 from pipelines.mistakes import ConfigError
 from pipelines.plan import Step
+from pipelines.pool import MayPass
+from pipelines.schedule import Schedule, Share, Stopped
 from pipelines.session import PlanResolver, Session, Terminated, planned
-from pipelines.store import Record, Store
-from stages.artifacts import Artifact
-from stages.contract import ResourcesUnavailable
+from pipelines.store import IntegrityError, Record, Store
+from stages.artifacts import Artifact, ArtifactError
+from stages.contract import ResourcesUnavailable, StageError
 from stages.storage.bucket import free_mb
 
 FREE_DISK_MB = 200
+RETRY_WAIT_LIMIT_S = 60.0
+STOP_PATIENCE_S = 12.0
+"""For all running steps together: their workers get 8 s, MLflow 3 s."""
 
 
 @dataclass
@@ -44,8 +55,7 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         return outcome
     _require_room(store)
     store.sweep_staging()
-    if any(step.stage.ray and step.action != "reuse" for step in steps):
-        session.warm_up_ray()
+    session.warm_up(ray=any(step.stage.ray and step.action != "reuse" for step in steps))
     name = f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
     parent = session.tracking(app.name).start_parent(name, {"raykeel.kind": "pipeline", **(tags or {})})
     outcome.run_id = parent.run_id
@@ -78,66 +88,164 @@ class _Execution:
         self, app: AppConfig, session: Session, store: Store, steps: list[Step], outcome: Outcome, parent: Run
     ) -> None:
         self.app, self.session, self.store = app, session, store
-        self.steps, self.outcome, self.parent = steps, outcome, parent
+        self.outcome, self.parent = outcome, parent
+        self.steps = {step.name: step for step in steps}
+        self.width = max(len(step.name) for step in steps)
         self.resolver = PlanResolver.of(app, store)
+        self.schedule = Schedule(session.cpus, app.run.max_parallel)
+        self.waiting = list(self.steps)
         self.known: dict[str, str] = {}
         """Step -> content digest of its result."""
+        self.failed: dict[str, BaseException] = {}
+        self.skipped: dict[str, str] = {}
+        """Step -> the failed one that it would have needed."""
 
     def all(self) -> None:
-        """Each step in order: decide if that had to wait, reuse or make, remember."""
-        width = max(len(step.name) for step in self.steps)
-        for step in self.steps:
+        """Start what can start, settle what ended, until nothing is left. Raises what the first failed step raised."""
+        try:
+            self._begin()
+            while self.schedule.running:
+                for name, executed, error in self.schedule.ended():
+                    if error is None:
+                        self.outcome.executed += executed
+                        self._settle(self.steps[name])
+                    else:
+                        self._fail(name, error)
+                self._begin()
+        except BaseException:
+            self.schedule.stop(STOP_PATIENCE_S)
+            raise
+        if self.failed:
+            self._report_failures()
+            raise next(iter(self.failed.values()))
+
+    def _begin(self) -> None:
+        """Everything that can start now, in the order of the pipeline; what is known is settled without starting anything."""
+        for name in list(self.waiting):
+            step = self.steps[name]
+            lost = [up for up in step.cfg.inputs.values() if up in self.failed or up in self.skipped]
+            if lost:
+                self.waiting.remove(name)
+                self.skipped[name] = self.skipped.get(lost[0], lost[0])
+            elif self.failed and self.app.run.on_failure is OnFailure.stop:
+                continue
+            elif all(up in self.known for up in step.cfg.inputs.values()):
+                self._begin_one(step)
+
+    def _begin_one(self, step: Step) -> None:
+        try:
             if step.action == "unknown":
                 plan.identify(self.app, step, self.known, self.resolver)
                 plan.decide_one(self.app, step, self.store, self.resolver.registry)
-            if step.action == "run":
-                self.outcome.executed += self._make(step, width)
-            else:
+            if step.action == "reuse":
+                self.waiting.remove(step.name)
                 assert step.record is not None
                 headline = step.record.meta.get("headline", "")
-                self.session.console.line(f"= {step.name.ljust(width)}   reused  {headline}")
-            assert step.record is not None
-            if step.action == "reuse":
-                self.parent.set_tags({f"reused.{step.name}": step.record.meta.get("run_id") or "unrecorded"})
-            self.outcome.headlines[step.name] = step.record.meta.get("headline", "")
-            self.known[step.name] = step.record.digest
-            self.store.remember(self.app.name, step.name, step.record)
+                self.session.console.line(f"= {step.name.ljust(self.width)}   reused  {headline}")
+                self._settle(step)
+            elif self.schedule.start(step.name, step.cfg.resources.cpus_wanted(), partial(self._make, step)):
+                self.waiting.remove(step.name)
+        except Exception as error:  # a source that went away meanwhile: this step's trouble, not its siblings'
+            self.waiting.remove(step.name)
+            self._fail(step.name, error)
 
-    def _make(self, step: Step, width: int) -> bool:
-        """Execute a step, or take the result from a run that made it meanwhile. Whether a stage was executed."""
+    def _settle(self, step: Step) -> None:
+        """Its result is known: hand it on, remember it."""
+        assert step.record is not None
+        if step.action == "reuse":
+            self.parent.set_tags({f"reused.{step.name}": step.record.meta.get("run_id") or "unrecorded"})
+        self.outcome.headlines[step.name] = step.record.meta.get("headline", "")
+        self.known[step.name] = step.record.digest
+        self.store.remember(self.app.name, step.name, step.record)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error
+        self.failed[name] = error
+
+    def _report_failures(self) -> None:
+        console, first = self.session.console, next(iter(self.failed))
+        for name, error in self.failed.items():
+            if name != first:
+                console.warn(f"{name} failed too: {error}")
+        for name, cause in self.skipped.items():
+            console.line(f"- {name.ljust(self.width)}   skipped: {cause} failed")
+        for name in self.waiting:
+            console.line(f"- {name.ljust(self.width)}   not started (run.on_failure=continue would go on with it)")
+        self.parent.set_tags({f"skipped.{name}": f"{cause} failed" for name, cause in self.skipped.items()})
+
+    def _make(self, step: Step, share: Share) -> bool:
+        """In a thread: execute a step, or take the result from a run that made it meanwhile. Whether it was executed."""
         console, store = self.session.console, self.store
         assert step.fingerprint is not None
-        with console.stage(step.name, width) as line:
-            if step.stage.ray:
-                line.progress(0.0, "waiting for Ray")
-                self.session.need_ray()
-            with Lease.acquire(
-                store.bucket,
-                step.fingerprint,
-                lambda who: line.progress(0.0, f"{who} is making this; waiting"),
-                self.app.run.lease_timeout_s,
-            ) as lease:
-                record, broken = store.find(step.fingerprint)
-                if broken:
-                    place = store.set_aside(step.fingerprint)
-                    console.warn(f"{broken}; set aside in {place} and made again")
-                elif record and not step.forced and self._moved(step, record) is None:
-                    step.action, step.record = "reuse", record
-                    line.headline(f"made by another run meanwhile; {record.meta.get('headline', '')}")
-                    return False
-                attempt = Attempt(self.app, self.session, store, step, self._inputs(step), line)
-                step.record = attempt.run(self.parent, lease)
-                return True
+        with console.stage(step.name, self.width) as line, self._lease(step, share, line) as lease:
+            record, broken = store.find(step.fingerprint)
+            if broken:
+                place = store.set_aside(step.fingerprint)
+                console.warn(f"{broken}; set aside in {place} and made again")
+            elif record and not step.forced and self._moved(step, record) is None:
+                step.action, step.record = "reuse", record
+                line.headline(f"made by another run meanwhile; {record.meta.get('headline', '')}")
+                return False
+            # A forced execution must not continue what an earlier one of the same recipe left half done.
+            work = store.work(step.fingerprint + (f"-{uuid.uuid4().hex[:8]}" if step.forced else ""))
+            try:
+                step.record = self._attempts(step, share, line, lease, work)
+            finally:
+                if step.forced:
+                    shutil.rmtree(work, ignore_errors=True)
+            return True
+
+    def _lease(self, step: Step, share: Share, line: StageLine) -> Lease:
+        """The right to make this result. Its CPUs are for others while another run has it."""
+        assert step.fingerprint is not None
+
+        def waiting(who: str) -> None:
+            share.lend()
+            share.rest(0.0)
+            line.progress(0.0, f"{who} is making this; waiting")
+
+        lease = Lease.acquire(self.store.bucket, step.fingerprint, waiting, self.app.run.lease_timeout_s)
+        try:
+            share.reclaim()
+        except Stopped:
+            lease.release()
+            raise
+        return lease
+
+    def _attempts(self, step: Step, share: Share, line: StageLine, lease: Lease, work: Path) -> Record:
+        """One attempt, and further ones after failures that may pass. The lease is held over all of them."""
+        wanted = step.cfg.resources
+        for number in itertools.count(1):
+            attempt = Attempt(self.app, self.session, self.store, step, self._inputs(step), line, share, work, number)
+            try:
+                return attempt.run(self.parent, lease)
+            except Exception as error:
+                if number > wanted.retries or not may_pass(error):
+                    raise
+                wait = min(RETRY_WAIT_LIMIT_S, wanted.retry_wait_s * 2 ** (number - 1))
+                line.note(f"attempt {number} failed: {error}")
+                line.note(f"attempt {number + 1} of {wanted.retries + 1} in {wait:g} s")
+                share.rest(wait)
+        raise AssertionError("unreachable")
 
     def _moved(self, step: Step, record: Record) -> str | None:
         return plan.world_moved(step, record, self.store, self.resolver.registry, self.app.state_root)
 
     def _inputs(self, step: Step) -> dict[str, Artifact]:
-        kinds = {s.name: s.stage.output for s in self.steps}
         return {
-            parameter: kinds[upstream](uri=self.store.object_uri(self.known[upstream]), digest=self.known[upstream])
+            parameter: self.steps[upstream].stage.output(
+                uri=self.store.object_uri(self.known[upstream]), digest=self.known[upstream]
+            )
             for parameter, upstream in step.cfg.inputs.items()
         }
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether another attempt may succeed: not when data, configuration or a gate said no, which they would say again."""
+    if isinstance(error, MayPass | ResourcesUnavailable):
+        return True
+    return not isinstance(error, StageError | ArtifactError | ConfigError | IntegrityError | LeaseLost)
 
 
 def _require_room(store: Store) -> None:

@@ -1,12 +1,13 @@
-"""What a run opens and must close: the plan's view of the world, Ray, MLflow, and the signals that end it. Apart from the
+"""What a run opens and must close: the plan's view of the world, workers, Ray, MLflow, and the signals that end it. Apart from the
 runner, because a sweep opens them once for many runs.
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from pipelines import cluster, plan
 from pipelines.config import AppConfig, ClusterMode
 from pipelines.console import Console
 from pipelines.plan import Step
+from pipelines.pool import Pool, kill_all
 from pipelines.registry import RegistryReader, tracking_uri
 from pipelines.store import Store
 from stages.contract import StageError
@@ -61,14 +63,15 @@ def planned(app: AppConfig) -> tuple[list[Step], Store]:
 
 
 class Session:
-    """Ray and MLflow, opened when the first stage needs them and closed once: several runs (a sweep) may share them."""
+    """Workers, Ray and MLflow, opened when the first stage needs them and closed once: several runs (a sweep) may share them."""
 
     def __init__(self, app: AppConfig, console: Console) -> None:
         self.app = app
         self.console = console
+        self.pool = Pool(app.state_root / "logs")
         self._stack = contextlib.ExitStack()
-        self._ray = False
-        self._warming = False
+        self._ray: Callable[[], cluster.Address] | None = None
+        self._lock = threading.Lock()
         self._tracking: dict[str, Any] = {}
 
     def __enter__(self) -> "Session":
@@ -77,22 +80,31 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.pool.close()  # before the Ray that they have joined
         self._stack.close()
 
-    def warm_up_ray(self) -> None:
-        """Begin to start a local head in the background; `need_ray` waits for it."""
-        if self.app.cluster.mode is ClusterMode.local and not self._warming:
-            self._warming = True
-            cluster.hold(self.app.state_root)
-            self._stack.callback(cluster.release, self.app.state_root)
+    def warm_up(self, *, ray: bool) -> None:
+        """Start in the background what the first stages need: a worker, and the local head. Failures are told by `ray`."""
+        self.pool.warm_up()
+        if ray and self.app.cluster.mode is ClusterMode.local and self._ray is None:
+            self._ray = self._stack.enter_context(cluster.provide(self.app.cluster, self.app.state_root))
             threading.Thread(
                 target=cluster.start_ahead, args=(self.app.cluster, self.app.state_root), daemon=True
             ).start()
 
-    def need_ray(self) -> None:
-        if not self._ray:
-            self._stack.enter_context(cluster.connect(self.app.cluster, self.app.state_root))
-            self._ray = True
+    def ray(self) -> cluster.Address:
+        """Where Ray is; waits until it is up. Raises ResourcesUnavailable."""
+        with self._lock:
+            if self._ray is None:
+                self._ray = self._stack.enter_context(cluster.provide(self.app.cluster, self.app.state_root))
+            return self._ray()
+
+    @property
+    def cpus(self) -> float:
+        """Logical CPUs that stages may keep busy side by side. Those of a foreign cluster are its own scheduler's business."""
+        if self.app.cluster.mode is ClusterMode.attach:
+            return math.inf
+        return float(cluster.logical_cpus(self.app.cluster))
 
     def tracking(self, experiment: str) -> Any:
         """The open tracking store for a pipeline's experiment. Raises ResourcesUnavailable."""
@@ -112,6 +124,7 @@ def signals() -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if seen:
+            kill_all()
             os._exit(128 + number)
         seen.append(number)
         if number == signal.SIGINT:

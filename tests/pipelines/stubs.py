@@ -75,7 +75,8 @@ def double(cfg: DoubleConfig, ctx: Context, rows: Rows) -> Corpus:
     if cfg.trouble == "kill":
         (ctx.output / "half-written").write_text("x")
         (ctx.work / "resumable").write_text("kept")
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)  # the driver
+        time.sleep(60)
     deadline = time.monotonic() + cfg.seconds
     while time.monotonic() < deadline:
         time.sleep(0.05)
