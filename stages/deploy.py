@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.artifacts import Checkpoint, Endpoint, ModelVersion
+from stages.artifacts import Endpoint, ModelVersion
 from stages.contract import Context, Registry, StageConfig, StageError, StageResources, stage
 from stages.serving.endpoint import Deployed, ask_ready, read_record, write_record
 from stages.serving.options import ServingOptions
@@ -170,7 +170,7 @@ def _wanted(cfg: DeployConfig, model: ModelVersion, port: int) -> Deployed:
         digest=facts["digest"],
         config_digest=options.digest(),
         instance=uuid.uuid4().hex,
-        directory=str(Checkpoint(uri=facts["uri"]).local()),
+        uri=facts["uri"],
         num_cpus=cfg.resources.num_cpus,
         options=options,
     )

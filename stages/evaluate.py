@@ -105,11 +105,13 @@ def _measure(
 ) -> dict[str, Any]:
     import ray
 
+    from stages.storage.node import facts, here
+
     field_name = "stages.evaluate.resources.cpus"
     require_cpus(
         workers=1,
         cpus=cfg.resources.cpus,
-        nodes=ray.nodes(),
+        nodes=facts(),
         free=lambda: ray.available_resources().get("CPU", 0.0),
         fields=(field_name, field_name),
     )
@@ -127,7 +129,9 @@ def _measure(
         "batch_rows": cfg.resources.batch_rows,
         "threads": cfg.resources.threads,
     }
-    task = ray.remote(num_cpus=cfg.resources.cpus, max_retries=2, max_calls=1)(_score).remote(arguments)
+    task = ray.remote(num_cpus=cfg.resources.cpus, max_retries=2, max_calls=1, scheduling_strategy=here())(
+        _score
+    ).remote(arguments)
     try:
         result: dict[str, Any] = ray.get(task)
     except ray.exceptions.RayTaskError as error:

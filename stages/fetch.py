@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from stages.artifacts import Checkpoint
 from stages.contract import Context, Resolver, ResourcesUnavailable, StageConfig, StageError, location, stage
@@ -68,7 +67,7 @@ def fetch(cfg: FetchConfig, ctx: Context) -> Checkpoint:
     if cfg.source.startswith(REGISTRY):
         ctx.progress(0.0, f"reading {cfg.source}")
         uri, digest = ctx.registry.resolve(cfg.source)
-        folder, facts = Path(unquote(urlparse(uri).path)), {"source": "registry", "digest": digest}
+        folder, facts = Checkpoint(uri=uri, digest=digest).local(), {"source": "registry", "digest": digest}
     elif _is_hub_id(cfg.source):
         commit = resolve_commit(cfg.source, cfg.revision)
         ctx.progress(0.0, f"fetching {cfg.source} at {commit[:10]}")

@@ -105,9 +105,12 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
 def _train_tokenizer(corpus: Path, cfg: TokenizeConfig, directory: Path) -> None:
     import ray
 
+    from stages.storage.node import here
     from stages.text import tokenising
 
-    ray.get(ray.remote(tokenising.train_tokenizer).remote(corpus, cfg.vocab_size, directory))
+    ray.get(
+        ray.remote(scheduling_strategy=here())(tokenising.train_tokenizer).remote(corpus, cfg.vocab_size, directory)
+    )
 
 
 def _take_over_tokenizer(base: Path, cfg: TokenizeConfig, directory: Path) -> None:

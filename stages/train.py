@@ -129,17 +129,19 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
 def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:
     import ray
 
+    from stages.storage.node import facts, here
+
     require_cpus(
         workers=resources.workers,
         cpus=resources.cpus_per_worker,
-        nodes=ray.nodes(),
+        nodes=facts(),
         free=lambda: ray.available_resources().get("CPU", 0.0),
         fields=("stages.train.resources.workers", "stages.train.resources.cpus_per_worker"),
     )
     shutil.rmtree(job.work / TRACES, ignore_errors=True)
     (job.work / PLACED).unlink(missing_ok=True)
     ctx.progress(0.0, f"starting {resources.workers} workers")
-    fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_fit)
+    fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1, scheduling_strategy=here())(_fit)
     outcome = fit.remote(job, resources, ctx.fingerprint)
     try:
         while not ray.wait([outcome], timeout=POLL_S)[0]:
@@ -188,6 +190,8 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     from ray.train.v2.api.config import LoggingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
+    from stages.storage.node import selector
+
     class Trainer(TorchTrainer):
         """Without the detached cleaner: it asks a dashboard whether the controller lives, and without one stays for ever."""
 
@@ -199,7 +203,9 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
         train_loop_config={"job": job},
         torch_config=TorchConfig(backend="gloo", timeout_s=resources.collective_timeout_s),
         scaling_config=ScalingConfig(
-            num_workers=resources.workers, resources_per_worker={"CPU": resources.cpus_per_worker}
+            num_workers=resources.workers,
+            resources_per_worker={"CPU": resources.cpus_per_worker},
+            label_selector=selector(),
         ),
         run_config=RunConfig(
             name=fingerprint,

@@ -10,7 +10,6 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,6 +17,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus
 
+from stages.artifacts import ArtifactError, Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
 from stages.serving.endpoint import Deployed, ask_ready
 from stages.serving.golden import Question
@@ -39,7 +39,7 @@ class Replica:
         from stages.serving.app import build_app
 
         self._app = build_app(
-            Path(deployed.directory),
+            Checkpoint(uri=deployed.uri).local(),
             name=deployed.model,
             version=deployed.version,
             digest=deployed.digest,
@@ -66,7 +66,7 @@ def listen_on_loopback() -> None:
     replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))
 
 
-def trial(directory: str, threads: int) -> dict[str, Any]:
+def trial(uri: str, threads: int) -> dict[str, Any]:
     """Load a model and ask its golden questions in this process: {"questions": [...]} or {"error": reason}."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
@@ -76,8 +76,9 @@ def trial(directory: str, threads: int) -> dict[str, Any]:
 
     torch.set_num_threads(threads)
     try:
-        return {"questions": check_golden(load_model(Path(directory)), Path(directory))}
-    except StageError as error:
+        directory = Checkpoint(uri=uri).local()
+        return {"questions": check_golden(load_model(directory), directory)}
+    except (StageError, ArtifactError) as error:
         return {"error": str(error)}
 
 
@@ -165,7 +166,7 @@ def require_route(name: str) -> None:
 def start_trial(deployed: Deployed) -> Any:
     """A Ray task that loads the new version and asks it, apart from what serves."""
     task = ray.remote(trial).options(num_cpus=deployed.num_cpus, max_retries=0, name="trial")
-    return task.remote(deployed.directory, deployed.options.threads)
+    return task.remote(deployed.uri, deployed.options.threads)
 
 
 def finish_trial(running: Any, deployed: Deployed, timeout_s: float) -> list[Question]:

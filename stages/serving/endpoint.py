@@ -27,8 +27,9 @@ class Deployed:
     config_digest: str
     instance: str
     """Names this one deployment: 32 hex characters."""
-    directory: str
-    """Where the model's files are: resolved once, never an alias, so that a restarted replica loads the same."""
+    uri: str
+    """Where the model's files are: resolved once, never an alias, so that a restarted replica loads the same. Each replica
+    reads its node's own copy."""
     num_cpus: float
     options: ServingOptions
 

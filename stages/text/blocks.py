@@ -16,6 +16,7 @@ import ray.exceptions
 
 from stages.artifacts import ArtifactError
 from stages.contract import StageError
+from stages.storage.node import here
 
 Order = dict[str, Any]
 Work = Callable[..., Iterator[pyarrow.Table]]
@@ -49,6 +50,7 @@ def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str,
         batch_format="pyarrow",
         zero_copy_batch=True,
         fn_kwargs={"work": work, "shared": shared},
+        scheduling_strategy=here(),
     )
 
 

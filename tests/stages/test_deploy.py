@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from stages.artifacts import Endpoint, ModelVersion
+from stages.artifacts import Checkpoint, Endpoint, ModelVersion
 from stages.contract import Context, ResourcesUnavailable, StageError
 from stages.deploy import DeployConfig, DeployResources, deploy, holds, replaces
 from stages.probe import ProbeConfig, probe
@@ -276,8 +276,8 @@ def test_a_client_that_leaves_frees_the_model_behind_serve(house: House) -> None
     began = time.monotonic()
     text = "".join(stream_answer(record.base_url, "os.path.join(", max_tokens=16))
     assert time.monotonic() - began < 2
-    loaded = load_model(Path(record.directory))
-    assert text == check_golden(loaded, Path(record.directory))[0].text != ""
+    directory = Checkpoint(uri=record.uri).local()
+    assert text == check_golden(load_model(directory), directory)[0].text != ""
 
 
 def test_errors_keep_their_shape_and_status_behind_serve(house: House) -> None:

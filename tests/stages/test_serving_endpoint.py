@@ -24,7 +24,7 @@ DEPLOYED = Deployed(
     digest="d" * 64,
     config_digest=ServingOptions().digest(),
     instance="i" * 32,
-    directory="/models/quickstart",
+    uri="file:///models/quickstart",
     num_cpus=0.5,
     options=ServingOptions(max_tokens=100),
 )
