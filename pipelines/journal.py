@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from stages.artifacts import Artifact
 
 DATASET_DIGEST_LIMIT = 36
 CLOSE_TIMEOUT_S = 30.0
+"""Less what an outage has already lasted: who did not answer for half a minute gets three seconds more."""
 KILLED_TIMEOUT_S = 3.0
 """A person who pressed Ctrl-C does not wait for a server."""
 RETRY_S = 2.0
@@ -36,21 +37,29 @@ class Sends(Protocol):
 class Run:
     """One run behind a journal; the `Tracker` that stages see. Its calls never raise."""
 
-    def __init__(self, path: Path, sender: Sends, create: dict[str, Any]) -> None:
-        """`create` is the first line; it is sent at once when the store answers."""
+    def __init__(self, path: Path, sender: Sends, create: dict[str, Any], under: "Run | None" = None) -> None:
+        """`create` is the first line; it is sent at once when the store answers. `under` is the run that waits for this one."""
         self.path = path
         self.failed: str | None = None
         """Why lines stayed behind, and where; None when the store has them all."""
         self._sender = sender
+        self._under = under
+        self._below: list[Run] = []
         self._error: str | None = None
+        self._failing_since: float | None = None
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._given_up = threading.Event()
         self._ended = False
+        self._sent = False
         create = {**create, "at": _now_ms(), "owner": identity()}
         self._write(create)
-        with contextlib.suppress(Exception):  # a server that is away now: the thread tries again
-            sender.send(create)
+        if under is not None:
+            under._below.append(self)
+        if under is None or under._error is None:  # else it would wait for the same server once more
+            with contextlib.suppress(Exception):  # a server that is away now: the thread tries again
+                self._send(create)
         if sender.run_id is None:
             self._queue.put(create)
         self._thread = threading.Thread(target=self._drain, name=f"journal-{create['name']}", daemon=True)
@@ -85,16 +94,35 @@ class Run:
         self._put({"op": "tags", "tags": dict(tags)})
 
     def close(self, status: str) -> None:
-        """End the run as FINISHED, FAILED or KILLED. Waits a little for a slow server, then leaves the journal behind."""
+        """End the run as FINISHED, FAILED or KILLED. The top run waits a little for a slow server, for itself and all below it;
+        then the journals stay behind. A run below another never waits: an outage costs its time once, not once a stage."""
         self._put({"op": "end", "status": status, "at": _now_ms()})
         self._closing.set()
         self._queue.put(None)
-        self._thread.join(KILLED_TIMEOUT_S if status == "KILLED" else CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive() and self._error is None:
-            with contextlib.suppress(OSError):
-                self.path.unlink(missing_ok=True)
-        elif self.failed is None:
-            self.failed = f"{self._error or 'the tracking store is slow'}; kept in {self.path}, sent at the next run"
+        if self._under is not None:
+            return
+        family = list(self._family())
+        patience = KILLED_TIMEOUT_S if status == "KILLED" else CLOSE_TIMEOUT_S - max(run._outage_s for run in family)
+        deadline = time.monotonic() + max(KILLED_TIMEOUT_S, patience)
+        for run in family:
+            run._thread.join(max(0.0, deadline - time.monotonic()))
+        behind = [run for run in family if not run._sent]
+        for run in behind:
+            run._given_up.set()
+        if behind:
+            why = next((run._error for run in behind if run._error), "the tracking store is slow")
+            count = "this run" if len(behind) == 1 else f"{len(behind)} runs"
+            self.failed = f"{why}; the record of {count} is kept in {self.path.parent} and sent at the next run"
+
+    @property
+    def _outage_s(self) -> float:
+        """For how long the store has taken nothing."""
+        return time.monotonic() - self._failing_since if self._failing_since is not None else 0.0
+
+    def _family(self) -> Iterator["Run"]:
+        yield self
+        for run in self._below:
+            yield from run._family()
 
     def _put(self, line: dict[str, Any]) -> None:
         self._write(line)
@@ -109,21 +137,47 @@ class Run:
             self.failed = f"{self.path} cannot be written ({error.strerror})"
 
     def _drain(self) -> None:
-        """Send lines in order, those of metrics together; on failure wait and try again, until the run is closed."""
+        """Send all lines in order. Texts that fail come last: they may go to another place, which holds no metric up."""
+        texts = []
+        for line in self._lines():
+            if not self._deliver(line, insist=line["op"] != "text"):
+                if self._given_up.is_set():
+                    return
+                texts.append(line)
+        if not all(self._deliver(line) for line in texts):
+            return
+        self._sent = True
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+    def _deliver(self, line: dict[str, Any], insist: bool = True) -> bool:
+        """Whether the store took the line; insisting means until somebody gives up."""
+        while not self._given_up.is_set():
+            try:
+                self._send(line)
+                self._error = self._failing_since = None
+                return True
+            except Exception as error:
+                self._error = redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                self._failing_since = self._failing_since or time.monotonic()
+                if not insist:
+                    return False
+                self._given_up.wait(RETRY_S)
+        return False
+
+    def _send(self, line: dict[str, Any]) -> None:
+        self._sender.send(line)
+        if line["op"] == "create":
+            self._write({"op": "is", "run_id": self._sender.run_id})
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Lines as they come, those of metrics together."""
         following: dict[str, Any] | None = None
         while (line := following or self._queue.get()) is not None:
             following = None
             if line["op"] == "metrics":
                 line, following = self._gather(line)
-            while True:
-                try:
-                    self._sender.send(line)
-                    self._error = None
-                    break
-                except Exception as error:
-                    self._error = redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                    if self._closing.wait(RETRY_S):
-                        return
+            yield line
             if following is None and self._ended:
                 return
 

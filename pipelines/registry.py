@@ -2,8 +2,11 @@
 CPU for an import: the local store is one SQLite file, a server has a REST interface. Writing is `pipelines/tracking.py`.
 """
 
+import base64
 import json
+import os
 import sqlite3
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,6 +16,8 @@ from typing import Any
 from pipelines.config import redacted
 from stages.contract import ResourcesUnavailable, StageError
 
+LOCKED_S = 30.0
+"""How long a reader waits for a SQLite file that another process has locked."""
 ALIASES = ("candidate", "champion", "previous")
 
 
@@ -57,22 +62,21 @@ class RegistryReader:
         name, version = self._name_and_version(model)
         if self._sqlite:
             rows = self._query("SELECT source FROM model_versions WHERE name = ? AND version = ?", (name, version))
-            tags = self._query(
-                "SELECT value FROM model_version_tags WHERE name = ? AND version = ? AND key = 'digest'",
-                (name, version),
+            tags = dict(
+                self._query("SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?", (name, version))
             )
-            source, digest = (rows[0][0] if rows else None), (tags[0][0] if tags else None)
+            source = rows[0][0] if rows else None
         else:
             found = self._get("model-versions/get", {"name": name, "version": str(version)}).get("model_version", {})
-            source = found.get("source")
-            digest = {t["key"]: t["value"] for t in found.get("tags", [])}.get("digest")
+            source, tags = found.get("source"), {t["key"]: t["value"] for t in found.get("tags", [])}
+        digest = tags.get("digest")
         if source is None:
             raise StageError(f"{model}: the registry has no version {version} of {name}")
         if digest is None:
             raise StageError(
                 f"{model}: this version carries no content digest, so it was not registered by a pipeline here"
             )
-        return str(source), str(digest)
+        return str(tags.get("uri", source)), str(digest)  # a server does not take every place as a source
 
     def latest_run(self) -> tuple[str, str, str] | None:
         """(experiment id, run id, name) of the newest pipeline run in a local store, or None."""
@@ -106,7 +110,7 @@ class RegistryReader:
         path = Path(self.uri.removeprefix("sqlite:///"))
         if not path.exists():
             return []
-        connection = sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=10)
+        connection = sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=LOCKED_S)
         try:
             return connection.execute(sql, values).fetchall()
         except sqlite3.OperationalError as error:
@@ -117,19 +121,54 @@ class RegistryReader:
             connection.close()
 
     def _get(self, path: str, query: dict[str, str]) -> dict[str, Any]:
+        """The answer of the REST interface; empty when what was asked for does not exist."""
         url = f"{self.uri.rstrip('/')}/api/2.0/mlflow/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(url, timeout=self.timeout_s) as answer:
-                loaded: dict[str, Any] = json.load(answer)
-                return loaded
+            loaded: dict[str, Any] = json.loads(fetch(url, self.timeout_s))
+            return loaded
         except urllib.error.HTTPError as error:
-            if error.code == 404:
+            if error.code == 404 or (error.code == 400 and b" not found" in error.read()):  # 400: an unknown alias
                 return {}
             raise ResourcesUnavailable(f"{redacted(self.uri)}: the registry answered {error.code}") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ResourcesUnavailable(
-                f"{redacted(self.uri)}: the tracking server cannot be reached ({error})"
+                f"{redacted(self.uri)}: the tracking server cannot be reached ({redacted(str(error))})"
             ) from error
+
+
+def fetch(url: str, timeout_s: float) -> bytes:
+    """The body at a URL, with the user name and password in it, or those that MLflow's own client reads from the environment.
+    Raises OSError (HTTPError for a status of 400 and above). A name that does not resolve is given up in time too."""
+    parts = urllib.parse.urlsplit(url)
+    user, password = parts.username, parts.password
+    request = urllib.request.Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    user, password = (
+        user or os.environ.get("MLFLOW_TRACKING_USERNAME"),
+        password or os.environ.get("MLFLOW_TRACKING_PASSWORD"),
+    )
+    if user and password:
+        pair = f"{urllib.parse.unquote(user)}:{urllib.parse.unquote(password)}".encode()
+        request.add_header("Authorization", f"Basic {base64.b64encode(pair).decode()}")
+    elif token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        request.add_header("Authorization", f"Bearer {token}")
+    came: list[bytes | Exception] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                came.append(answer.read())
+        except Exception as error:
+            came.append(error)
+
+    # The resolver has a timeout of its own, often longer; a server that sends a byte now and then has none at all.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    if not came:
+        raise TimeoutError("timed out")
+    if isinstance(came[0], Exception):
+        raise came[0]
+    return came[0]
 
 
 def _quoted(name: str) -> str:

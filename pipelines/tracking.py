@@ -2,90 +2,97 @@
 
 One parent run per invocation that did something, one child per executed attempt. Only the driver writes, through a journal:
 each call is one JSON line on disk first and is sent by a thread, so that a slow or absent server never stops a stage; what
-was not sent by the end is replayed at the next start. Every line can be sent twice without harm (same run, step and time).
+was not sent by the end is replayed at the next start. Every line can be sent twice without harm (same run, step and time);
+a run that was made twice, because the answer to the first request was lost, is found by its journal's name and taken away.
 """
 
-import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import time
 import urllib.error
 import urllib.parse
-import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipelines.config import plain, redacted
 from pipelines.journal import Run, journal_lines
 from pipelines.lease import identity, is_alive
-from pipelines.registry import RegistryReader
+from pipelines.registry import RegistryReader, fetch
 from stages.artifacts import Artifact
 from stages.contract import ResourcesUnavailable, StageConfig
 
 PARAM_LIMIT = 500
 """MLflow cuts values over 6,000 characters without a word; longer ones than this are shown by their beginning and digest."""
 NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
+PATIENCE_S = 70.0
+"""How long a caller who needs the answer (the registry, a start on SQLite) tries again: longer than a lock held for a minute."""
+TRY_AGAIN_S = 1.0
+T = TypeVar("T")
 TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Opens the UI on runs and curves; its own guess is the view for chat traces."""
+_log = logging.getLogger(__name__)
 
 
 class Tracking:
     """An open MLflow store, with this project's experiment."""
 
-    def __init__(self, uri: str, state: Path, experiment: str, timeout_s: float) -> None:
-        """Opens the store; raises ResourcesUnavailable within about `timeout_s` when a server does not answer."""
+    def __init__(self, uri: str, state: Path, experiment: str, timeout_s: float, artifacts: str | None = None) -> None:
+        """Opens the store; raises ResourcesUnavailable within about `timeout_s` when a server does not answer. `artifacts` is
+        the URI below which a new experiment of a local store keeps its files; default: the state directory."""
         self.uri = uri
         self.spool = state / "spool"
         self.spool.mkdir(parents=True, exist_ok=True)
-        if uri.startswith("http"):
+        server = uri.startswith("http")
+        if server:
             _require_server(uri, timeout_s)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # a request that is repeated blindly makes a run twice
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(timeout_s)))
         os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
         import mlflow
 
-        logging.getLogger("mlflow").setLevel(logging.ERROR)
-        logging.getLogger("alembic").setLevel(logging.ERROR)
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         # Several first users of a fresh SQLite file break each other's schema migration for good.
         with (self.spool / "first-use.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             mlflow.set_tracking_uri(uri)
-            self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-            self.experiment_id = self._experiment(experiment, state)
+            patience = timeout_s if server else PATIENCE_S
+            shown = f"tracking.uri={redacted(uri)}"
+            self.client = patiently(lambda: mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri), patience, shown)
+            place = artifacts or (state / "mlflow" / "artifacts").as_uri()
+            found = patiently(lambda: self._experiment(experiment, None if server else place), patience, shown)
+            self.experiment_id = _usable(found)
             self._replay()
             self._reconcile()
 
-    def _experiment(self, name: str, state: Path) -> str:
-        found = self.client.get_experiment_by_name(name)
-        if found is None:
-            if self.uri.startswith("http"):
-                return str(self.client.create_experiment(name, tags=TRAINING_VIEW))
-            place = state / "mlflow" / "artifacts" / name
-            place.mkdir(parents=True, exist_ok=True)
-            return str(self.client.create_experiment(name, artifact_location=place.as_uri(), tags=TRAINING_VIEW))
-        if found.lifecycle_stage == "deleted":
-            raise ResourcesUnavailable(
-                f"the MLflow experiment '{name}' was deleted: restore it (mlflow experiments restore -x {found.experiment_id}) "
-                f"or choose another with tracking.experiment=<name>"
-            )
-        location = urllib.parse.urlparse(found.artifact_location)
-        if location.scheme == "file" and not Path(urllib.parse.unquote(location.path)).exists():
-            raise ResourcesUnavailable(
-                f"the MLflow experiment '{name}' stores artifacts under {location.path}, which does not exist (was the directory "
-                f"moved?): move it back or choose another experiment with tracking.experiment=<name>"
-            )
-        return str(found.experiment_id)
+    def _experiment(self, name: str, place: str | None) -> Any:
+        """The experiment, made with its artifacts below `place` when it does not exist."""
+        from mlflow.exceptions import MlflowException
 
-    def start_parent(self, name: str, tags: Mapping[str, str]) -> Run:
-        return self._start(name, tags, None)
+        if (found := self.client.get_experiment_by_name(name)) is not None:
+            return found
+        location = f"{place}/{urllib.parse.quote(name)}" if place else None
+        if location and location.startswith("file:"):
+            _local(location).mkdir(parents=True, exist_ok=True)
+        try:
+            self.client.create_experiment(name, artifact_location=location, tags=TRAINING_VIEW)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # made by another client meanwhile
+                raise
+        return self.client.get_experiment_by_name(name)
+
+    def start_parent(self, name: str, tags: Mapping[str, str], under: Run | None = None) -> Run:
+        """The run of an invocation; `under` is the run of the sweep that it is a point of."""
+        return self._start(name, tags, under)
 
     def start_child(self, parent: Run, name: str, tags: Mapping[str, str]) -> Run:
         return self._start(name, tags, parent)
@@ -100,10 +107,10 @@ class Tracking:
             "parent": parent.journal if parent else None,
         }
         journal = self.spool / f"{uuid.uuid4().hex}.jsonl"
-        return Run(journal, Sender(self, journal), create)
+        return Run(journal, Sender(self, journal, parent), create, parent)
 
     def _replay(self) -> None:
-        """Send what earlier processes could not, oldest first, so that a parent exists before its children."""
+        """Send what earlier processes could not, oldest first, so that a parent exists before its children; texts last."""
         left = []
         for path in self.spool.glob("*.jsonl"):
             lines = journal_lines(path)
@@ -111,30 +118,51 @@ class Tracking:
                 left.append((lines[0]["at"], path, lines))
         for _, path, lines in sorted(left, key=lambda item: item[0]):
             sender = Sender(self, path)
+            sender.run_id = next((line["run_id"] for line in lines if line["op"] == "is"), None)
             try:
-                for line in lines:
+                for line in sorted(lines, key=lambda line: line["op"] == "text"):
                     sender.send(line)
             except Exception as error:
-                logging.getLogger(__name__).warning("%s is kept for the next run: %s", path, redacted(str(error)))
+                _log.warning("%s is kept for the next run: %s", path, redacted(str(error)))
             else:
                 path.unlink(missing_ok=True)
 
     def _reconcile(self) -> None:
         """Close runs that a killed process of this host left RUNNING, in whichever experiment."""
-        experiments = [e.experiment_id for e in self.client.search_experiments()]
-        for run in self.client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
-            owner = json.loads(run.data.tags.get("raykeel.owner", "{}"))
-            if owner.get("host") == identity()["host"] and not is_alive(owner):
+        try:
+            experiments = [e.experiment_id for e in self.client.search_experiments()]
+            for run in self.client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
+                owner = json.loads(run.data.tags.get("raykeel.owner", "{}"))
+                if owner.get("host") != identity()["host"] or is_alive(owner):
+                    continue
+                made = self.of_journal(run.data.tags.get("raykeel.journal", ""), run.info.experiment_id)
+                if len(made) > 1 and not run.data.metrics and not run.data.params:
+                    self.client.delete_run(run.info.run_id)  # made twice: the request came through, its answer did not
+                    continue
                 self.client.set_tag(run.info.run_id, "raykeel.ended", "its process was gone; closed by a later run")
                 self.client.set_terminated(run.info.run_id, "KILLED")
+        except Exception as error:  # an untidy list is no reason not to run
+            _log.warning("runs left RUNNING could not be looked for: %s", redacted(str(error)))
+
+    def of_journal(self, journal: str, experiment: str) -> list[str]:
+        """Ids of the runs that were made for a journal: none or one, more when answers were lost."""
+        if not journal:
+            return []
+        found = self.client.search_runs([experiment], f"tags.`raykeel.journal` = '{journal}'", max_results=100)
+        return [str(run.info.run_id) for run in found]
 
 
 class Sender:
     """Applies journal lines to MLflow. Each can be applied twice."""
 
-    def __init__(self, tracking: Tracking, journal: Path) -> None:
+    def __init__(self, tracking: Tracking, journal: Path, parent: Run | None = None) -> None:
+        """Without `parent`, the run above is looked for by the name of its journal."""
         self._tracking = tracking
         self._journal = journal.stem
+        self._parent = parent
+        self._experiment = tracking.experiment_id
+        self._twice = self._asked = journal.exists()
+        """Whether a request that makes this run may have been sent before."""
         self.run_id: str | None = None
 
     def send(self, line: dict[str, Any]) -> None:
@@ -151,25 +179,40 @@ class Sender:
                 for point in points:
                     self.send({"op": "metrics", "points": [point]})
                 return
-            logging.getLogger(__name__).warning("MLflow refuses a %s line: %s", line["op"], redacted(str(error)))
+            _log.warning("MLflow refuses a %s line: %s", line["op"], redacted(str(error)))
 
     def _send_create(self, line: dict[str, Any]) -> None:
-        self.run_id = self._find(self._journal, line["experiment"])
+        if self.run_id is None and self._asked:
+            self.run_id = next(iter(self._tracking.of_journal(self._journal, line["experiment"])), None)
         if self.run_id is not None:
             return
         tags = {**line["tags"], "raykeel.journal": self._journal}
-        parent = self._find(line["parent"], line["experiment"]) if line["parent"] else None
+        parent = self._parent_id(line)
         if parent:
             tags["mlflow.parentRunId"] = parent
+        self._twice, self._asked = self._asked, True
         made = self._tracking.client.create_run(
             line["experiment"], start_time=line["at"], tags=tags, run_name=line["name"]
         )
         self.run_id = made.info.run_id
 
-    def _find(self, journal: str, experiment: str) -> str | None:
-        query = f"tags.`raykeel.journal` = '{journal}'"
-        found = self._tracking.client.search_runs([experiment], query, max_results=1)
-        return str(found[0].info.run_id) if found else None
+    def _send_is(self, line: dict[str, Any]) -> None:
+        """The journal's own memory of what the store called the run."""
+
+    def _parent_id(self, line: dict[str, Any]) -> str | None:
+        """Raises LookupError while the run above is still to be made."""
+        if line["parent"] is None:
+            return None
+        if self._parent is not None:
+            if self._parent.run_id is None:
+                raise LookupError("the run above this one is not recorded yet")
+            return self._parent.run_id
+        above = journal_lines(self._tracking.spool / f"{line['parent']}.jsonl")
+        found = [str(one["run_id"]) for one in above if one["op"] == "is"]
+        found = found or self._tracking.of_journal(line["parent"], line["experiment"])
+        if not found and above:
+            raise LookupError("the run above this one is not recorded yet")
+        return found[0] if found else None
 
     def _send_metrics(self, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
@@ -208,11 +251,15 @@ class Sender:
         self._tracking.client.log_inputs(self.run_id, [DatasetInput(dataset, [context])])
 
     def _send_end(self, line: dict[str, Any]) -> None:
+        if self._twice:
+            for run_id in self._tracking.of_journal(self._journal, self._experiment):
+                if run_id != self.run_id:
+                    self._tracking.client.delete_run(run_id)
         self._tracking.client.set_terminated(self.run_id, line["status"], line["at"])
 
 
 class MlflowRegistry(RegistryReader):
-    """The full `stages.contract.Registry`: reading as planned, writing through MLflow."""
+    """The full `stages.contract.Registry`: reading as planned, writing through MLflow. A short outage is waited out."""
 
     def __init__(self, tracking: Tracking, run: Run) -> None:
         super().__init__(tracking.uri)
@@ -220,19 +267,75 @@ class MlflowRegistry(RegistryReader):
         self._run = run
 
     def register(self, name: str, model: Artifact, tags: Mapping[str, str], metrics: Mapping[str, float]) -> int:
+        """Make a version of `name`, whole in one step: a reader sees it with its digest and `uri` or not at all."""
         from mlflow.exceptions import MlflowException
 
-        shown = {**{key: f"{value:.6g}" for key, value in metrics.items()}, **tags, "digest": model.digest}
-        try:
-            with contextlib.suppress(MlflowException):
+        shown = {key: f"{value:.6g}" for key, value in metrics.items()}
+        shown |= {**tags, "digest": model.digest, "uri": model.uri}
+        asked = False
+
+        def make() -> int:
+            nonlocal asked
+            if asked and (found := RegistryReader.find(self, name, model.digest)) is not None:
+                return found  # the first request came through, its answer did not
+            asked = True
+            try:
                 self._client.create_registered_model(name)
-            version = self._client.create_model_version(name, source=model.uri, run_id=self._run.run_id, tags=shown)
-        except MlflowException as error:
-            raise ResourcesUnavailable(f"models:/{name}: the registry refused the version ({error})") from error
-        return int(version.version)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            version = self._client.create_model_version(
+                name, source=self._source(model), run_id=self._run.run_id, tags=shown, await_creation_for=0
+            )
+            return int(version.version)
+
+        return self._patiently(make, f"models:/{name}: no version was made")
 
     def set_alias(self, name: str, alias: str, version: int) -> None:
-        self._client.set_registered_model_alias(name, alias, str(version))
+        self._patiently(
+            lambda: self._client.set_registered_model_alias(name, alias, str(version)),
+            f"models:/{name}@{alias}: the alias was not moved to version {version}",
+        )
+
+    def find(self, name: str, digest: str) -> int | None:
+        return self._patiently(lambda: RegistryReader.find(self, name, digest), f"models:/{name} cannot be read")
+
+    def alias(self, name: str, alias: str) -> int | None:
+        return self._patiently(lambda: RegistryReader.alias(self, name, alias), f"models:/{name} cannot be read")
+
+    def resolve(self, model: str) -> tuple[str, str]:
+        return self._patiently(lambda: RegistryReader.resolve(self, model), f"{model} cannot be read")
+
+    def _source(self, model: Artifact) -> str:
+        """What MLflow shows as the version's place. A server refuses any local path outside the run's own artifacts."""
+        if not self.uri.startswith("http") or not model.uri.startswith("file:"):
+            return model.uri
+        if self._run.run_id is None:
+            raise ResourcesUnavailable("the run is not recorded yet")
+        return f"runs:/{self._run.run_id}/model"
+
+    def _patiently(self, call: Callable[[], T], what: str) -> T:
+        return patiently(call, PATIENCE_S, f"{redacted(self.uri)}: {what}")
+
+
+def patiently(call: Callable[[], T], patience_s: float, what: str) -> T:
+    """The call's answer, tried again while the store is locked or away. Raises ResourcesUnavailable after `patience_s`; what
+    the store will never take is raised at once."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import OperationalError
+
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except (MlflowException, OperationalError, OSError) as error:
+            refused = isinstance(error, MlflowException) and error.error_code in NEVER_ACCEPTED
+            if refused or time.monotonic() > deadline:
+                raise ResourcesUnavailable(f"{what} ({redacted(str(error).strip().partition(chr(10))[0])})") from error
+        except ResourcesUnavailable:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(TRY_AGAIN_S)
 
 
 def changed_params(cfg: StageConfig) -> dict[str, str]:
@@ -261,14 +364,35 @@ def _shown(value: Any) -> str:
     return f"{text[:200]}... ({len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}; whole in config.json)"
 
 
+def _local(location: str) -> Path:
+    return Path(urllib.parse.unquote(urllib.parse.urlparse(location).path))
+
+
+def _usable(experiment: Any) -> str:
+    """The experiment's id. Raises ResourcesUnavailable when nothing can be recorded in it."""
+    if experiment.lifecycle_stage == "deleted":
+        raise ResourcesUnavailable(
+            f"the MLflow experiment '{experiment.name}' was deleted: restore it (mlflow experiments restore "
+            f"-x {experiment.experiment_id}) or choose another with tracking.experiment=<name>"
+        )
+    location = str(experiment.artifact_location)
+    if location.startswith("file:") and not _local(location).exists():
+        raise ResourcesUnavailable(
+            f"the MLflow experiment '{experiment.name}' stores artifacts under {_local(location)}, which does not exist (was the "
+            f"directory moved?): move it back or choose another experiment with tracking.experiment=<name>"
+        )
+    return str(experiment.experiment_id)
+
+
 def _require_server(uri: str, timeout_s: float) -> None:
     """MLflow's own client retries a dead address for minutes."""
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_s).close()
+        fetch(f"{uri.rstrip('/')}/health", timeout_s)
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             raise ResourcesUnavailable(f"tracking.uri={redacted(uri)}: the server answers {error.code}") from error
     except (OSError, ValueError) as error:
         raise ResourcesUnavailable(
-            f"tracking.uri={redacted(uri)}: no MLflow server answers within {timeout_s:.0f} s ({error}); start it, or use tracking=local"
+            f"tracking.uri={redacted(uri)}: no MLflow server answers within {timeout_s:.0f} s ({redacted(str(error))}); start it, "
+            "or use tracking=local"
         ) from error
