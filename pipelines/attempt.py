@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelines import fingerprint as fp
 from pipelines.config import ROOT, AppConfig, plain
 from pipelines.console import StageLine
 from pipelines.digests import sha256_text
@@ -48,6 +49,8 @@ class Attempt:
     """Resumable state; stays when the attempt fails."""
     number: int = 1
     """1 for the first, one more for each retry."""
+    begun: float = 0.0
+    """When the stage's function was called (monotonic seconds)."""
 
     def run(self, parent: Run, lease: Lease) -> Record:
         """Execute the step under its lease and publish what it made. Raises what the stage raised."""
@@ -92,14 +95,15 @@ class Attempt:
         step, store = self.step, self.store
         assert step.fingerprint is not None and step.payload is not None
         recorder = Recorder(child)
-        started, clock = time.time(), time.monotonic()
+        self._require_unchanged_code()
+        started, self.begun = time.time(), time.monotonic()
         deposit = self._execute(child, recorder, lease, staged)
         self._require_unchanged_sources()
         commit = git()
         meta = {
             "stage": step.name,
             "started_at": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
-            "seconds": round(time.monotonic() - clock, 3),
+            "seconds": round(time.monotonic() - self.begun, 3),
             "run_id": child.run_id,
             "headline": self.line.said,
             "metrics": recorder.last,
@@ -151,6 +155,7 @@ class Attempt:
             "text": recorder.log_text,
             "registry": answer,
             "waiting": watch.told,
+            "begun": self._begin_to_count,
             "made": lambda: line.progress(1.0, "storing"),
         }
         try:
@@ -160,6 +165,21 @@ class Attempt:
             raise
         self.session.pool.give_back(worker)
         return deposit
+
+    def _begin_to_count(self) -> None:
+        """A stage's seconds are its own: not those in which its worker started or Ray was waited for."""
+        self.begun = time.monotonic()
+
+    def _require_unchanged_code(self) -> None:
+        """What is on disk is what the fingerprint says and what this run's processes load."""
+        step = self.step
+        assert step.payload is not None
+        now, planned = fp.code_now(step.stage.function.__module__), step.payload["code"]
+        if now != planned:
+            files = sorted(name for name in now.keys() | planned.keys() if now.get(name) != planned.get(name))
+            raise StageError(
+                f"{step.name}: {', '.join(files)} changed since this run began; it was not started, run again"
+            )
 
     def _require_unchanged_sources(self) -> None:
         """What was planned is what was read: a file edited, or an alias moved, meanwhile is not published as what it was."""

@@ -32,7 +32,7 @@ STATES = {
     "ran": ("▶", "executed by this run"),
     "reused": ("=", "reused: its recipe is known"),
     "accepted": ("≈", "reused although something changed: run.accept"),
-    "failed": ("✕", "failed"),
+    "failed": ("✕", "failed or stopped"),
     "skipped": ("–", "not reached"),
 }
 """State -> (mark, what the legend says). Each has a colour, a border and a mark of its own."""

@@ -112,7 +112,13 @@ def _change(facet: str, rest: str, was: Any, now: Any) -> str:
 # Code
 
 
+@functools.cache
 def code_digests(module: str) -> dict[str, str]:
+    """`code_now`, once a process: what this process and its workers load is what was there at first."""
+    return code_now(module)
+
+
+def code_now(module: str) -> dict[str, str]:
     """File -> digest of its normalised AST, for a module and the first-party modules it imports, directly or not.
 
     First-party is `stages`, and the top-level package of the module itself where that is another one: a company's private

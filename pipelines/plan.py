@@ -18,6 +18,8 @@ from pipelines.store import Record, Store
 from stages.artifacts import Artifact
 from stages.contract import STAGES, Resolver, Stage, StageConfig, StageError
 
+STOPPED = "stopped with the run"
+
 
 @dataclass
 class Step:

@@ -169,7 +169,8 @@ def graph(facts: Facts) -> str:
     for step in facts.steps:
         meta = step.record.meta if step.record else {}
         if step.record is None:
-            state, words = ("failed", "failed") if step.failure else ("skipped", "not reached")
+            state = "failed" if step.failure else "skipped"
+            words = "stopped" if step.failure == plan.STOPPED else "failed" if step.failure else "not reached"
         elif step.action == "run":
             state, words = "ran", f"{cost.duration(meta.get('seconds', 0.0))}, {cost.size(meta.get('bytes', 0))}"
         else:

@@ -113,6 +113,8 @@ class _Execution:
                         self._fail(name, error)
                 self._begin()
         except BaseException:
+            for name in self.schedule.running:
+                self.steps[name].failure = plan.STOPPED
             self.schedule.stop(STOP_PATIENCE_S)
             raise
         if self.failed:
@@ -162,6 +164,7 @@ class _Execution:
         if not isinstance(error, Exception):
             raise error
         self.failed[name] = error
+        self.steps[name].failure = str(error)
 
     def _report_failures(self) -> None:
         console, first = self.session.console, next(iter(self.failed))

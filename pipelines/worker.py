@@ -25,10 +25,11 @@ from typing import Any
 
 from pipelines import cluster
 from pipelines.cluster import Address
-from pipelines.config import AppConfig
+from pipelines.config import AppConfig, ClusterMode
 from pipelines.store import Deposit, IntegrityError, Store
 from stages.artifacts import Artifact, ArtifactError
 from stages.contract import STAGES, Context, GateRefused, ResourcesUnavailable, StageConfig, StageError
+from stages.storage.bucket import local_path
 
 REGISTRY_CALLS = ("find", "register", "alias", "set_alias", "resolve")
 """The only messages that wait for an answer."""
@@ -53,6 +54,12 @@ class Job:
     ray: Address | None
     """The Ray to join, for a stage that needs one."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """On a node of an attached cluster, whose directories are not ours. A state of the world (an endpoint) is made from here."""
+        foreign = self.app.cluster.mode is ClusterMode.attach and local_path(self.app.store_root) is None
+        return self.ray is not None and foreign and STAGES[type(self.cfg)].holds is None
+
 
 class StageCrashed(Exception):
     """A stage failed with an error that only its own process knows; the text begins with the error's type."""
@@ -60,8 +67,20 @@ class StageCrashed(Exception):
 
 def execute(job: Job, emit: Emit) -> Deposit:
     """Run the stage in this process, validate what it made, put it into the store. No record names it yet."""
-    stage = STAGES[type(job.cfg)]
-    context = Context(
+    emit("begun")
+    made = STAGES[type(job.cfg)].function(job.cfg, context(job, emit), **job.inputs)
+    validate(job, made)
+    emit("made")
+    store = Store.open(job.app)
+    deposit = store.deposit(job.staged)
+    with contextlib.suppress(OSError):  # a memo only: the driver reads it and hashes nothing twice
+        store.digests.save()
+    return deposit
+
+
+def context(job: Job, emit: Emit) -> Context:
+    """What the stage may touch; whatever it says goes to `emit`."""
+    return Context(
         output=job.staged,
         work=job.work,
         state=job.app.state_root,
@@ -72,15 +91,12 @@ def execute(job: Job, emit: Emit) -> Deposit:
         progress=lambda fraction, text: emit("progress", fraction, text),
         headline=lambda text: emit("headline", text),
     )
-    made = stage.function(job.cfg, context, **job.inputs)
-    assert type(made) is stage.output, f"{job.name} returned {type(made).__name__}"
+
+
+def validate(job: Job, made: Artifact) -> None:
+    """Raise ArtifactError unless the directory holds what the stage's type promises."""
+    assert type(made) is STAGES[type(job.cfg)].output, f"{job.name} returned {type(made).__name__}"
     made.check()
-    emit("made")
-    store = Store.open(job.app)
-    deposit = store.deposit(job.staged)
-    with contextlib.suppress(OSError):  # a memo only: the driver reads it and hashes nothing twice
-        store.digests.save()
-    return deposit
 
 
 class _Tracker:
@@ -167,7 +183,7 @@ class Worker:
                 raise job
             if job.ray is not None:
                 self._join(job.ray)
-            deposit = execute(job, self.emit)
+            deposit = self._run(job)
             self._busy = False
         except BaseException as error:
             self._busy = False
@@ -176,6 +192,13 @@ class Worker:
             return False
         self._outbox.put(("done", deposit))
         return True
+
+    def _run(self, job: Job) -> Deposit:
+        if not job.elsewhere:
+            return execute(job, self.emit)
+        from pipelines.host import execute_on_cluster
+
+        return execute_on_cluster(job, self.emit)
 
     def _join(self, where: Address) -> None:
         if self._joined is None:

@@ -356,7 +356,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_private_stages_code_is_followed_two_imports_deep(private: Path) -> None:
     def digests() -> dict[str, str]:
-        return fp.code_digests(f"{private.name}.verb")
+        return fp.code_now(f"{private.name}.verb")
 
     before = digests()
     own = {f"{private.name}/{file}" for file in ("__init__.py", "verb.py", "near/__init__.py", "deep/far.py")}
