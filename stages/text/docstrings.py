@@ -61,8 +61,10 @@ def rows() -> list[tuple[str, str, str]]:
     return [tuple(json.loads(line)) for line in child.stdout.splitlines()]
 
 
+@functools.cache
 def identity() -> str:
-    """`3.11.7-<64 hex>`: Python's version; digest of the modules that are parsed and of the names of those imported."""
+    """`3.11.7-<64 hex>`: Python's version; digest of the modules that are parsed and of the names of those imported.
+    Once a process: it reads 8 MB, and a sweep asks for it at every point."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(f"{path.relative_to(root()).as_posix()}\0{path.stat().st_size}\0".encode())
