@@ -15,6 +15,8 @@ from benchmarks import alternatives, links, machine
 from benchmarks.harness import Bench, Check, Pair, Result, medians
 
 STEPS = 5
+RESULTS = {"metaflow": "empty_stages_metaflow", "dagster": "empty_stages_dagster"}
+"""Alternative -> name of its result."""
 METAFLOW = """from metaflow import FlowSpec, step
 
 
@@ -137,7 +139,7 @@ def run(bench: Bench) -> list[Result]:
 
 def _compared(bench: Bench, name: str, label: str, pairs: list[Pair], gate: list[Check]) -> Result:
     return bench.compare(
-        f"empty_stages_{name}",
+        RESULTS[name],
         f"How long do {STEPS} empty stages take, against {name}?",
         unit="s",
         better="lower",

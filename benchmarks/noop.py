@@ -22,6 +22,8 @@ VALUES = {
     "gate": ", rules: {{max_bits_per_byte: 4.0}}",
 }
 """Written into each stage of a verb, with the stage's number: no two stages are the same work."""
+COMMANDS = {"run": ("noop_run_seconds", "noop_run_cpu_seconds"), "plan": ("noop_plan_seconds", "noop_plan_cpu_seconds")}
+"""Command -> names of its results."""
 GOAL = 0.5
 """Of DVC's wall time; the limit is 1."""
 
@@ -71,7 +73,7 @@ def run(bench: Bench) -> list[Result]:
         ours = _prepared_raykeel(bench, directory)
         ours("plan"), theirs()  # both once more from warm files
         results = []
-        for command in ("run", "plan"):
+        for command, (wall, cpu_time) in COMMANDS.items():
             used: dict[str, list[Usage]] = {"A": [], "B": []}
 
             def arm(name: str, measure: Callable[[], Usage], used: dict[str, list[Usage]] = used) -> float:
@@ -91,7 +93,7 @@ def run(bench: Bench) -> list[Result]:
             details = {"stages": len(graph()), "goal": GOAL, "dvc": alternatives.PINNED["dvc"]}
             results += [
                 bench.compare(
-                    f"noop_{command}_seconds",
+                    wall,
                     f"How long does `{command}` of a pipeline of {len(graph())} known stages take, against DVC's no-op repro?",
                     unit="s",
                     better="lower",
@@ -103,7 +105,7 @@ def run(bench: Bench) -> list[Result]:
                     details={**details, **medians(pairs), "cpu_s_a": cpu["A"], "cpu_s_b": cpu["B"]},
                 ),
                 bench.value(
-                    f"noop_{command}_cpu_seconds",
+                    cpu_time,
                     f"How much CPU time does `{command}` of {len(graph())} known stages take?",
                     unit="s",
                     values=cpu["B"],

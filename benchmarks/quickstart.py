@@ -34,7 +34,7 @@ def run(bench: Bench) -> list[Result]:
         bench.say(f"second run: {seconds[0]:.2f} s of CPU")
         said = (directory / "again.log").read_text()
         heavy = _heavy_imports(overrides, environ)
-        report = _report(state / "store")
+        report = _report(state)
     idle = Check("the second run had nothing to do", "nothing changed" in said, said.strip().splitlines()[-1][:80])
     return [
         bench.value(
@@ -113,11 +113,14 @@ def _heavy_imports(overrides: list[str], environ: dict[str, str]) -> list[str]:
     return next(line for line in done.stdout.splitlines() if line.startswith("HEAVY")).split()[1:]
 
 
-def _report(store: Path) -> dict[str, Any]:
+def _report(state: Path) -> dict[str, Any]:
     """The published EvalReport."""
-    for path in sorted((store / "records").glob("*.json")):
-        record = json.loads(path.read_text())
-        if record["meta"]["stage"] == "evaluate":
-            found: dict[str, Any] = json.loads((store / "objects" / record["digest"] / "summary.json").read_text())
+    from pipelines.config import AppConfig
+    from pipelines.store import Store
+
+    store = Store.open(AppConfig(name="quickstart", state=str(state)))
+    for record in store.records():
+        if record.meta["stage"] == "evaluate" and (directory := store.object_directory(record.digest)):
+            found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
             return found
     raise RuntimeError("no evaluation was published")

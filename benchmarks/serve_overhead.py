@@ -96,7 +96,7 @@ def _under_serve(checkpoint: Path) -> int:
         digest=DIGEST,
         config_digest=ServingOptions().digest(),
         instance="0" * 32,
-        directory=str(checkpoint),
+        uri=checkpoint.as_uri(),
         num_cpus=0.5,
         options=ServingOptions(),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, machine, quote
+from benchmarks import harness, machine, plot, quote
 from benchmarks.harness import Bench, Check, Pair, Result, number, paired_verdict, ratio_of, summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,3 +242,104 @@ def test_a_bench_runs_from_the_command_line_and_writes_its_result(tmp_path: Path
     result = json.loads((tmp_path / "orchestration_seconds_per_stage.json").read_text())
     assert result["quick"] and result["median"] > 0
     assert "orchestration_seconds_per_stage" in done.stdout
+
+
+# The orchestrator against its alternatives
+
+
+def test_the_no_op_graph_of_dvc_has_the_stages_and_edges_of_ours(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    from benchmarks import noop
+    from pipelines import plan
+    from pipelines.config import compose
+
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "twenty.yaml").write_text(noop.pipeline_yaml())
+    steps = plan.build(compose(["pipeline=twenty"], str(tmp_path)))
+    theirs = OmegaConf.create(noop.dvc_yaml())["stages"]
+    assert len(steps) == len(theirs) == 20
+    for step in steps:
+        read = {name.removesuffix(".txt") for name in theirs[step.name]["deps"]} - {"source"}
+        assert read == set(step.cfg.inputs.values())
+        assert theirs[step.name]["outs"] == [f"{step.name}.txt"]
+
+
+def test_the_flows_of_the_alternatives_are_programs_with_five_steps() -> None:
+    import ast
+
+    from benchmarks import empty_stages
+
+    def decorated(source: str, name: str) -> list[str]:
+        found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        return [
+            node.name for node in found if any(isinstance(d, ast.Name) and d.id == name for d in node.decorator_list)
+        ]
+
+    assert decorated(empty_stages.metaflow_source(), "step") == ["start", "s1", "s2", "s3", "end"]
+    assert decorated(empty_stages.dagster_source(), "op") == ["s0", "s1", "s2", "s3", "last"]
+    assert "last(s3(s2(s1(s0()))))" in empty_stages.dagster_source()
+
+
+def test_the_sweep_that_is_looked_up_has_two_hundred_different_points() -> None:
+    from benchmarks import lookup
+
+    points = lookup.overrides(lookup.POINTS)
+    assert len(points) == len({tuple(point) for point in points}) == 200
+
+
+def test_an_alternative_sees_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import alternatives
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("VIRTUAL_ENV", "somewhere")
+    environ = alternatives.environment(tmp_path / "home", DAGSTER_HOME="there")
+    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & set(environ)
+    assert environ["HOME"] == str(tmp_path / "home") and (tmp_path / "home").is_dir()
+    assert environ["DAGSTER_HOME"] == "there"
+
+
+def test_what_a_command_reads_is_counted_with_its_children(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(5_000_000))
+    read = "open('file', 'rb').read()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {read!r}], check=True)"
+    used = machine.timed(machine.python("-c", child), tmp_path / "log", os.environ, cwd=tmp_path)
+    nothing = machine.timed(machine.python("-c", child.replace(read, "0")), tmp_path / "log", os.environ, cwd=tmp_path)
+    assert used.read_bytes - nothing.read_bytes == pytest.approx(5_000_000, rel=0.05)
+    assert used.wall_s > 0 and used.cpu_s > 0
+
+
+def test_a_command_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*the reason"):
+        machine.timed(machine.python("-c", "print('the reason'); exit(3)"), tmp_path / "log", os.environ)
+
+
+def test_medians_are_those_of_each_arm() -> None:
+    pairs = [Pair("AB", 1.0, 10.0), Pair("BA", 3.0, 20.0), Pair("AB", 2.0, 60.0)]
+    assert harness.medians(pairs) == {"median_a": 2.0, "median_b": 20.0}
+
+
+# The picture
+
+
+def test_a_curve_passes_through_its_points_on_logarithmic_axes() -> None:
+    drawn = plot.curve({100.0: 1.0, 1000.0: 2.0, 10000.0: 4.0}, title="t", x="x", y="y")
+    circles = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawn)]
+    (x0, y0), (x1, y1), (x2, y2) = circles
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)  # equal factors are equal distances
+    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert y0 > y1 > y2
+    dashed = re.search(r'<polyline points="([^"]+)"[^>]*dasharray', drawn)
+    assert dashed is not None
+    ends = [tuple(map(float, point.split(","))) for point in dashed[1].split()]
+    assert ends[0] == (x0, y0)
+    decade = (y0 - y1) / math.log10(2)
+    assert ends[-1][1] == pytest.approx(y0 - 2 * decade, abs=0.5)  # linear: two decades up over two decades
+
+
+def test_the_picture_in_the_documents_is_drawn_from_the_committed_result() -> None:
+    drawn = plot.lookup(quote.RESULTS)
+    if drawn is None:
+        assert not quote.PICTURE.exists(), "no valid result, so no picture"
+    else:
+        assert quote.PICTURE.read_text("utf-8") == drawn, "run python -m benchmarks.quote"
