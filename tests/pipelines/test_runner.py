@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,21 +17,6 @@ from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 from stages.contract import GateRefused, StageError
 from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig, executions, published
-
-
-@pytest.fixture(scope="module")
-def fresh_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite store whose schema is made once (2 s) and copied for each test."""
-    state = tmp_path_factory.mktemp("mlflow-template")
-    (state / "mlflow").mkdir()
-    mlflow.MlflowClient(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}").search_experiments()
-    return state
-
-
-@pytest.fixture
-def state(tmp_path: Path, fresh_mlflow: Path) -> Path:
-    shutil.copytree(fresh_mlflow, tmp_path / "state")
-    return tmp_path / "state"
 
 
 def app_of(state: Path, run: RunConfig | None = None, seed: int = 0, **values: Any) -> AppConfig:
