@@ -16,7 +16,7 @@ from pipelines.config import WAIVABLE, AppConfig
 from pipelines.mistakes import ConfigError, did_you_mean
 from pipelines.store import Record, Store
 from stages.artifacts import Artifact
-from stages.contract import STAGES, Resolver, Stage, StageConfig, StageError
+from stages.contract import STAGES, Resolver, Stage, StageConfig, StageError, StageResources
 
 STOPPED = "stopped with the run"
 
@@ -66,6 +66,8 @@ class Step:
     def work(self) -> str:
         """Digest of what decides how much there is to do, except the inputs: config with resources, and sources."""
         config = {name: value for name, value in fp.identity(self.cfg).items() if name != "inputs"}
+        patience = {f.name for f in dataclasses.fields(StageResources)}
+        config["resources"] = {name: value for name, value in config["resources"].items() if name not in patience}
         return fp.digest({"config": config, "sources": self.payload["sources"] if self.payload else {}})[:16]
 
     @property
