@@ -23,7 +23,7 @@ from pipelines.journal import Run
 from pipelines.lease import Lease
 from pipelines.plan import Step
 from pipelines.pool import STOP_GRACE_S, TIMEOUT_GRACE_S, converse
-from pipelines.recorder import Recorder
+from pipelines.recorder import Pruned, Recorder
 from pipelines.schedule import Share, Stopped
 from pipelines.session import PlanResolver, Session
 from pipelines.store import Deposit, Record, Store
@@ -76,6 +76,10 @@ class Attempt:
         except Stopped:
             status = "KILLED"
             raise
+        except Pruned as error:
+            status = "KILLED"
+            child.set_tags({"raykeel.pruned": str(error)})
+            raise
         except Exception as error:
             child.set_tags({"raykeel.error": str(error)[:500]})
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -94,7 +98,7 @@ class Attempt:
     def _make(self, child: Run, lease: Lease, staged: Path) -> Record:
         step, store = self.step, self.store
         assert step.fingerprint is not None and step.payload is not None
-        recorder = Recorder(child)
+        recorder = Recorder(child, step.name, self.session.point)
         self._require_unchanged_code()
         started, self.begun = time.time(), time.monotonic()
         deposit = self._execute(child, recorder, lease, staged)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipelines import plan, report
+from pipelines import ledger, plan, report
 from pipelines.attempt import Attempt
 from pipelines.config import AppConfig, OnFailure, plain, redacted
 from pipelines.console import StageLine
@@ -21,6 +21,7 @@ from pipelines.lease import Lease, LeaseLost
 from pipelines.mistakes import ConfigError
 from pipelines.plan import Step
 from pipelines.pool import MayPass
+from pipelines.recorder import Pruned
 from pipelines.schedule import Schedule, Share, Stopped
 from pipelines.session import PlanResolver, Session, Terminated, planned
 from pipelines.store import IntegrityError, Record, Store
@@ -57,16 +58,25 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
     store.sweep_staging()
     session.warm_up(ray=any(step.stage.ray and step.action != "reuse" for step in steps))
     name = f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    parent = session.tracking(app.name).start_parent(name, {"raykeel.kind": "pipeline", **(tags or {})})
+    parent = session.tracking(app.name).start_parent(
+        name, {"raykeel.kind": "pipeline", **(tags or {})}, session.point.sweep if session.point else None
+    )
     outcome.run_id = parent.run_id
+    entry = ledger.Entry(store, app, command, tags or {}, steps)
     status, problem = "FAILED", "an unexpected error"
     try:
         parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command})
+        parent.log_params(session.point.params if session.point else {})
         parent.log_text(redacted(json.dumps(plain(app), indent=1, sort_keys=True)), "config.json")
-        _Execution(app, session, store, steps, outcome, parent).all()
+        _Execution(app, session, store, steps, outcome, parent, entry).all()
+        parent.log_metrics(final_metrics(steps))
         status, problem = "FINISHED", ""
     except (KeyboardInterrupt, Terminated):
         status, problem = "KILLED", "stopped by a signal"
+        raise
+    except Pruned as error:
+        status, problem = "KILLED", str(error)
+        parent.set_tags({"raykeel.pruned": str(error)})
         raise
     except Exception as error:
         problem = str(error)
@@ -78,17 +88,31 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
             console.warn(f"MLflow: {parent.failed}")
         with contextlib.suppress(OSError):
             store.digests.save()
+            entry.end(status, problem, parent.run_id)
     return outcome
+
+
+def final_metrics(steps: list[Step]) -> dict[str, float]:
+    """`stage.metric` -> last value, of results made now and reused alike: what runs are compared by."""
+    known = [(step.name, step.record.meta.get("metrics") or {}) for step in steps if step.record]
+    return {f"{stage}.{name}": value for stage, metrics in known for name, value in metrics.items()}
 
 
 class _Execution:
     """One pass over the steps of one run."""
 
     def __init__(
-        self, app: AppConfig, session: Session, store: Store, steps: list[Step], outcome: Outcome, parent: Run
+        self,
+        app: AppConfig,
+        session: Session,
+        store: Store,
+        steps: list[Step],
+        outcome: Outcome,
+        parent: Run,
+        entry: ledger.Entry,
     ) -> None:
         self.app, self.session, self.store = app, session, store
-        self.outcome, self.parent = outcome, parent
+        self.outcome, self.parent, self.entry = outcome, parent, entry
         self.steps = {step.name: step for step in steps}
         self.width = max(len(step.name) for step in steps)
         self.resolver = PlanResolver.of(app, store)
@@ -139,6 +163,7 @@ class _Execution:
             if step.action == "unknown":
                 plan.identify(self.app, step, self.known, self.resolver)
                 plan.decide_one(self.app, step, self.store, self.resolver.registry)
+                self.entry.note(step.name, step.fingerprint)
             if step.action == "reuse":
                 self.waiting.remove(step.name)
                 assert step.record is not None
@@ -158,6 +183,7 @@ class _Execution:
             self.parent.set_tags({f"reused.{step.name}": step.record.meta.get("run_id") or "unrecorded"})
         self.outcome.headlines[step.name] = step.record.meta.get("headline", "")
         self.known[step.name] = step.record.digest
+        self.entry.note(step.name, step.fingerprint, step.record.digest)
         self.store.remember(self.app.name, step.name, step.record)
 
     def _fail(self, name: str, error: BaseException) -> None:

@@ -17,9 +17,11 @@ from pipelines.config import AppConfig, ClusterMode
 from pipelines.console import Console
 from pipelines.plan import Step
 from pipelines.pool import Pool, kill_all
+from pipelines.recorder import Point
 from pipelines.registry import RegistryReader, tracking_uri
 from pipelines.store import Store
 from stages.contract import StageError
+from stages.storage.bucket import local_path
 
 
 class Terminated(BaseException):
@@ -73,6 +75,8 @@ class Session:
         self._ray: Callable[[], cluster.Address] | None = None
         self._lock = threading.Lock()
         self._tracking: dict[str, Any] = {}
+        self.point: Point | None = None
+        """Which point of a sweep is run now."""
 
     def __enter__(self) -> "Session":
         return self
@@ -113,7 +117,8 @@ class Session:
         name = self.app.tracking.experiment or experiment
         if name not in self._tracking:
             uri = tracking_uri(self.app.tracking.uri, self.app.state_root)
-            self._tracking[name] = Tracking(uri, self.app.state_root, name, self.app.tracking.timeout_s)
+            place = None if local_path(self.app.store_root) else f"{self.app.store_root}/mlflow"
+            self._tracking[name] = Tracking(uri, self.app.state_root, name, self.app.tracking.timeout_s, place)
         return self._tracking[name]
 
 
