@@ -14,10 +14,14 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 export RAYKEEL_OVERRIDES := $(MAKEOVERRIDES)
 override TEXT := $(value TEXT)
-export TEXT CONF PORT
+override SWEEP := $(value SWEEP)
+override WHAT := $(value WHAT)
+override MODEL := $(value MODEL)
+override TO := $(value TO)
+export TEXT CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why config sweep ui ask status down test test-slow lint types check bench clean reference golden
+.PHONY: help setup run plan why config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -66,6 +70,24 @@ status: setup ## what is served, registered, running and stored
 
 down: setup ## stop the endpoint and this project's Ray
 	@$(RAYKEEL) down $(ARGS)
+
+gc: setup ## what nothing needs any more, and its bytes; APPLY=1 removes it
+	@$(RAYKEEL) gc $(ARGS)
+
+pin: setup ## keep something: make pin WHAT=models:/quickstart@champion (or a digest, or a run)
+	@$(RAYKEEL) pin $(ARGS)
+
+unpin: setup ## and no longer
+	@$(RAYKEEL) unpin $(ARGS)
+
+verify: setup ## re-hash all that is stored, reconcile the registry; REPAIR=1 sets broken results aside
+	@$(RAYKEEL) verify $(ARGS)
+
+export: setup ## a plain Hugging Face folder: make export MODEL=models:/quickstart@champion TO=folder
+	@$(RAYKEEL) export $(ARGS)
+
+doctor: setup ## is this machine fit: versions, cores, memory, disk, ports, Ray, MLflow, store, GPU
+	@$(RAYKEEL) doctor $(ARGS)
 
 test: setup ## the default tests, real Ray and a small life end to end (under 5 minutes)
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)

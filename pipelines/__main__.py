@@ -28,6 +28,12 @@ COMMANDS = {
     "ui": "pipelines.commands:ui",
     "down": "pipelines.commands:down",
 }
+    "gc": "pipelines.gc:gc",
+    "pin": "pipelines.pins:pin",
+    "unpin": "pipelines.pins:unpin",
+    "verify": "pipelines.verify:verify",
+    "export": "pipelines.export:export",
+    "doctor": "pipelines.doctor:doctor",
 """Command -> its function `(console, overrides, conf) -> exit code`, imported when it is asked for."""
 
 ANSWERS_JSON = {"plan"}

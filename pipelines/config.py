@@ -148,6 +148,15 @@ class StoreConfig:
     single_writer: bool = False
     """Declares that never more than one run writes to `root`: for backends without create-if-absent, which are refused otherwise."""
 
+    keep_runs: int = 5
+    """Runs of each pipeline whose results `make gc` keeps, the last ones; a sweep counts as one."""
+    keep_quarantine_days: float = 14.0
+    """Days for which `make gc` keeps what was set aside as broken."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_runs", "keep_quarantine_days"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"store.{name} must be 0 or more, got {getattr(self, name)}")
 
 @dataclass(kw_only=True)
 class AppConfig:

@@ -5,15 +5,16 @@ because it is written by whoever runs and read by whoever cleans up or asks what
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipelines.config import AppConfig, redacted
 from pipelines.lease import is_alive
+from pipelines.plan import Step
 from pipelines.registry import tracking_uri
-from pipelines.store import Store
+from pipelines.store import Record, Store
 
 FORGOTTEN_AFTER_S = 14 * 86400.0
 """A run of another host that neither ended nor noted anything for so long is taken for dead: nobody here can see its process."""
@@ -22,16 +23,18 @@ FORGOTTEN_AFTER_S = 14 * 86400.0
 class Entry:
     """This invocation in the ledger. Steps may be noted from several threads."""
 
-    def __init__(self, store: Store, app: AppConfig, command: str, tags: Mapping[str, str]) -> None:
+    def __init__(
+        self, store: Store, app: AppConfig, command: str, tags: Mapping[str, str], steps: Iterable[Step] = ()
+    ) -> None:
         self._store, self._pipeline = store, app.name
-        self._steps: dict[str, dict[str, str | None]] = {}
+        self._steps = {step.name: _known(step.fingerprint, step.record) for step in steps if step.fingerprint}
         self._lock = threading.Lock()
         facts = {
             "command": command,
             "started_at": time.strftime("%Y-%m-%d %H:%M:%S"),
             "tracking": home_of_records(app),
             "sweep": tags.get("raykeel.sweep"),
-            "steps": {},
+            "steps": self._steps,
         }
         self.id = store.begin_run(app.name, facts)
 
@@ -47,6 +50,10 @@ class Entry:
         """`run_id`: of the MLflow run."""
         facts = {"status": status, "problem": redacted(problem)[:500], "run_id": run_id}
         self._store.end_run(self._pipeline, self.id, {**facts, "ended_at": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def _known(fingerprint: str | None, record: Record | None) -> dict[str, str | None]:
+    return {"fingerprint": fingerprint, "digest": record.digest if record else None}
 
 
 @dataclass(frozen=True)

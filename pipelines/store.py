@@ -18,10 +18,10 @@ import json
 import os
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +292,8 @@ class Store:
 
     def begin_run(self, pipeline: str, facts: dict[str, Any]) -> str:
         """Enter an invocation in the ledger: what it needs is kept while it is not ended. Returns its id, sortable by time."""
-        run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        now = datetime.now(UTC)  # to the microsecond: the points of a sweep may begin within one second
+        run = f"{now:%Y%m%dT%H%M%S}-{now.microsecond:06d}-{uuid.uuid4().hex[:8]}"
         self._put(f"runs/{pipeline}/{run}.json", {**facts, "owner": identity(), "ended": False})
         return run
 

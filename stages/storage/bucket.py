@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -178,8 +178,17 @@ class Bucket:
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
             with to.open("wb") as file:
-                for chunk in obstore.get(self._store, key).stream(min_chunk_size=4 * 2**20):
+                for chunk in self.chunks(key):
                     file.write(chunk)
+        except BucketError:
+            raise
+        except OSError as error:
+            raise self._error("read", key, error) from error
+
+    def chunks(self, key: str) -> Iterator[Any]:
+        """A blob's bytes in pieces of a few MB, each with the buffer interface."""
+        try:
+            yield from obstore.get(self._store, key).stream(min_chunk_size=4 * 2**20)
         except (BaseError, OSError) as error:
             raise self._error("read", key, error) from error
 

@@ -1,0 +1,382 @@
+"""`make gc`: forgets what nothing reaches any more. Apart, because it is the only code that removes published bytes.
+
+Kept are, and everything they were made from (an object's lineage: the objects whose digests stand in its record's inputs, transitively):
+  - what an alias of any registered model points at, with its approval: a champion's weights, and the data and the report behind them,
+    so that `make why` and the report still tell how it came to be;
+  - the live endpoint's model; pins;
+  - the last `store.keep_runs` runs of each pipeline, the points of one sweep counting as one run, also those that failed or were
+    killed: their work/ stays, so that they can resume;
+  - runs that go on, here or on another host; runs recorded in a tracking store that cannot be read from here, because its aliases
+    may point at them.
+What `fetch` copied out of another model is in its own checkpoint, so that model is not lineage. Results whose object is kept stay
+hits. A version without an alias is not kept: `make pin` or an alias keeps it.
+
+A forgotten result's newest slot is closed and stays: fences never go down, so no stalled process can publish into a slot that was freed.
+Order of deletion: the record is closed, then the manifest goes, then the bytes: a kill leaves an object without a record for the next time.
+"""
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from pipelines import cluster, ledger, pins, registered
+from pipelines.config import AppConfig, compose
+from pipelines.console import Console
+from pipelines.inventory import READERS, Inventory, Slot, shown, size
+from pipelines.lease import Slots, identity, is_alive
+from pipelines.ledger import Invocation
+from pipelines.registered import Registered
+from pipelines.store import Record, Store
+from stages.artifacts import MANIFEST
+from stages.contract import ResourcesUnavailable
+from stages.storage.bucket import Entry
+
+LARGEST = 5
+LOOKS = 3
+"""How often the ledger and the records may change while we look, before we give up."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """A reason to keep something."""
+
+    label: str
+    digests: frozenset[str]
+    fingerprints: frozenset[str] = frozenset()
+
+
+@dataclass
+class Doomed:
+    """One thing to remove."""
+
+    kind: str
+    name: str
+    bytes: int
+    remove: Callable[[], None]
+    note: str = ""
+
+
+@dataclass
+class Plan:
+    """What stays and why, and what goes."""
+
+    roots: list[Root]
+    kept: dict[str, list[str]] = field(default_factory=dict)
+    """Digest -> labels of the roots that reach it."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Digest -> bytes of the object."""
+    doomed: list[Doomed] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seen: object = None
+    """What the plan was made from: equal when nothing moved meanwhile."""
+
+
+def gc(console: Console, overrides: list[str], conf: str | None) -> int:
+    """A dry run; with APPLY=1 in the environment it deletes."""
+    app = compose(overrides, conf)
+    store = Store.open(app)
+    apply = os.environ.get("APPLY", "") not in ("", "0")
+    found = plan(app, store)
+    show(console, found)
+    if not found.doomed:
+        console.line("nothing to remove")
+        return 0
+    total = sum(doomed.bytes for doomed in found.doomed)
+    if not apply:
+        console.line(f"{shown(total)} could be removed; nothing was: make gc APPLY=1 removes it")
+        return 0
+    for _ in range(LOOKS):
+        again = plan(app, store)
+        if again.seen == found.seen:
+            sweep(again)
+            console.line(f"removed {shown(sum(doomed.bytes for doomed in again.doomed))}")
+            return 0
+        found = again
+    raise ResourcesUnavailable("runs begin and end while this looks for what they need: nothing was removed, try again")
+
+
+def plan(app: AppConfig, store: Store) -> Plan:
+    """Mark by reachability; nothing is changed. The ledger is read before the records, so that what a run makes meanwhile is either
+    in its entry or not yet a record."""
+    runs = ledger.read(store)
+    registry = registered.read(app)
+    everything = Inventory.of(store)
+    found = Plan(roots(app, store, runs, registry))
+    for root in found.roots:
+        for digest in reach(everything, root):
+            found.kept.setdefault(digest, []).append(root.label)
+            found.sizes[digest] = everything.bytes(digest)
+    remembered = [run for run in runs if _is_kept(run, found.roots)]
+    _doom_objects(store, everything, found)
+    _doom_results(store, everything, found)
+    _doom_runs(store, runs, remembered, found)
+    needed = {str(step["fingerprint"]) for run in remembered for step in run.steps.values() if step.get("fingerprint")}
+    _doom_scratch(store, everything, needed, found)
+    _doom_mirrored_work(store, everything, needed, found)
+    _doom_quarantine(app, store, found)
+    found.seen = (
+        [(run.id, run.facts.get("ended"), dict(run.steps), run.goes_on) for run in runs],
+        sorted(key.key for slots in everything.slots.values() for slot in slots for key in slot.files.values()),
+        registry,
+        {digest: len(entries) for digest, entries in everything.objects.items()},
+        [root.label for root in found.roots],
+    )
+    return found
+
+
+# Mark
+
+
+def roots(app: AppConfig, store: Store, runs: list[Invocation], registry: Registered) -> list[Root]:
+    """Everything that keeps something, the strongest reasons first."""
+    found = []
+    for (model, alias), number in sorted(registry.aliases.items()):
+        version = registry.versions.get((model, number))
+        if version and version.digest:
+            found.append(Root(f"alias {model}@{alias} (version {number})", frozenset([version.digest])))
+    endpoint = cluster.endpoint_record(app.state_root)
+    if endpoint and endpoint.get("digest"):
+        found.append(Root(f"endpoint {endpoint['model']}@{endpoint['version']}", frozenset([endpoint["digest"]])))
+    found += [
+        Root(label, frozenset(digests), frozenset(prints)) for label, digests, prints in pins.roots(pins.read(store))
+    ]
+    ours, pinned = ledger.home_of_records(app), {pin.name for pin in pins.read(store)}
+    last = _last(runs, app.store.keep_runs)
+    for run in runs:
+        if run.goes_on:
+            why = f"still running: {run.owner}"
+        elif ledger.is_out_of_sight(run.facts.get("tracking"), ours):
+            why = f"recorded in {run.facts['tracking']}, whose aliases cannot be seen from here"
+        elif run.id in last or run.id in pinned:
+            why = run.status
+        else:
+            continue
+        digests = {str(step["digest"]) for step in run.steps.values() if step.get("digest")}
+        prints = {str(step["fingerprint"]) for step in run.steps.values() if step.get("fingerprint")}
+        found.append(Root(f"run {run.pipeline} {run.id} ({why})", frozenset(digests), frozenset(prints)))
+    return found
+
+
+def _last(runs: list[Invocation], keep: int) -> set[str]:
+    """Ids of the last `keep` runs of each pipeline."""
+    found: set[str] = set()
+    for pipeline in {run.pipeline for run in runs}:
+        mine = [run for run in runs if run.pipeline == pipeline]
+        groups = list(dict.fromkeys(run.group for run in reversed(mine)))[:keep]
+        found |= {run.id for run in mine if run.group in groups}
+    return found
+
+
+def _is_kept(run: Invocation, kept: list[Root]) -> bool:
+    return any(root.label.startswith(f"run {run.pipeline} {run.id} ") for root in kept)
+
+
+def reach(everything: Inventory, root: Root) -> set[str]:
+    """Digests of the objects that a root keeps."""
+    start = set(root.digests)
+    start |= {record.digest for name in root.fingerprints if (record := everything.newest(name)) is not None}
+    # A registered model's approval and report are not what it was made from, but what it was let pass for.
+    start |= {record.digest for digest in set(start) for record in everything.registering.get(digest, [])}
+    reached: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        digest = waiting.pop()
+        if digest not in reached:
+            reached.add(digest)
+            for record in everything.naming.get(digest, []):
+                waiting += record.payload.get("inputs", {}).values()
+    return reached
+
+
+# What goes
+
+
+def _doom_objects(store: Store, everything: Inventory, found: Plan) -> None:
+    naming, live = everything.naming, everything.live()
+    spared = []
+    for digest, entries in everything.objects.items():
+        if digest in found.kept:
+            continue
+        records = naming.get(digest, [])
+        if not records and live:
+            spared.append(digest)
+            continue
+
+        def remove(digest: str = digest) -> None:
+            keys = [entry.key for entry in store.bucket.entries(f"objects/{digest}")]
+            keys.sort(key=lambda key: not key.endswith(f"/{MANIFEST}"))
+            store.bucket.delete(keys)
+
+        kind = "objects" if records else "objects without a record"
+        found.doomed.append(Doomed(kind, digest, size(entries), remove, _told(records)))
+    if spared:
+        found.notes.append(
+            f"{len(spared)} objects that no record names stay, because a result is being made and may name them: "
+            f"{live[0].holder.get('host')} process {live[0].holder.get('pid')}"
+        )
+
+
+def _told(records: list[Record]) -> str:
+    """What made an object, for the table."""
+    for record in records:
+        return f"{record.meta.get('stage', '?')}, made {record.meta.get('started_at', '?')}"
+    return ""
+
+
+def _doom_results(store: Store, everything: Inventory, found: Plan) -> None:
+    """Records of what goes: the newest slot is closed and stays, older ones go when nobody can still write into them."""
+    for slots in everything.slots.values():
+        for slot in slots:
+            named = slot.record is not None and slot.record.digest in found.kept
+            if named or not slot.ended or slot.key in everything.unreadable:
+                continue
+            if slot is slots[0]:
+                if slot.record is not None:
+                    found.doomed.append(
+                        Doomed("results", slot.fingerprint[:16], slot.files["json"].bytes, _seal(store, slot))
+                    )
+            elif _is_over(store, slot):
+                keys = [entry.key for entry in slot.files.values()]
+                kind = "superseded slots" if slot.record is None else "results"
+                found.doomed.append(Doomed(kind, slot.key, size(slot.files.values()), _delete(store, keys)))
+
+
+def _is_over(store: Store, slot: Slot) -> bool:
+    """Whether its holder can never write into it again: it closed the slot itself, or its process is gone from this host."""
+    if slot.record is not None or "taken over" not in (slot.sealed or "taken over"):
+        return True
+    holder = Slots(store.bucket, slot.fingerprint, [f"{slot.fence:06d}.lease.json"]).holder()
+    return holder is not None and holder.get("host") == socket.gethostname() and not is_alive(holder)
+
+
+def _seal(store: Store, slot: Slot) -> Callable[[], None]:
+    return lambda: store.bucket.put(slot.key, json.dumps({"sealed": "collected by make gc", **identity()}).encode())
+
+
+def _delete(store: Store, keys: list[str]) -> Callable[[], None]:
+    return lambda: store.bucket.delete(keys)
+
+
+def _doom_runs(store: Store, runs: list[Invocation], remembered: list[Invocation], found: Plan) -> None:
+    for run in runs:
+        if run not in remembered:
+            key = f"runs/{run.pipeline}/{run.id}.json"
+            found.doomed.append(Doomed("runs in the ledger", run.id, 0, _delete(store, [key])))
+
+
+def _doom_scratch(store: Store, everything: Inventory, needed: set[str], found: Plan) -> None:
+    """What killed processes of this host left half made, and resumable state that no remembered run would resume."""
+    for path in (store.scratch / "staging").glob("*"):
+        owner = path.name.split(".")[-2:]
+        ours = f".{socket.gethostname()}." in path.name and owner[0].isdigit()
+        if ours and not psutil.pid_exists(int(owner[0])):
+            found.doomed.append(Doomed("staging", path.name, _tree_size(path), _remove_tree(path)))
+    for path in (store.scratch / "work").glob("*"):
+        if _is_left(everything, needed, path.name):
+            found.doomed.append(Doomed("work", path.name[:16], _tree_size(path), _remove_tree(path)))
+
+
+def _doom_mirrored_work(store: Store, everything: Inventory, needed: set[str], found: Plan) -> None:
+    """Resumable state that an attached cluster's nodes keep in the object store."""
+    if store.bucket.directory is not None:
+        return
+    by_name: dict[str, list[Entry]] = {}
+    for entry in store.bucket.entries("work"):
+        by_name.setdefault(entry.key.split("/")[1], []).append(entry)
+    for name, entries in by_name.items():
+        if _is_left(everything, needed, name):
+            remove = _delete(store, [entry.key for entry in entries])
+            found.doomed.append(Doomed("work", name[:16], size(entries), remove))
+
+
+def _is_left(everything: Inventory, needed: set[str], name: str) -> bool:
+    """Whether nobody makes this result now or would go on from this state. A forced run (`<fingerprint>-...`) never goes on."""
+    fingerprint, _, forced = name.partition("-")
+    slots = everything.slots.get(fingerprint, [])
+    being_made = bool(slots) and not slots[0].ended and _may_live(slots[0])
+    return not being_made and (bool(forced) or fingerprint not in needed)
+
+
+def _may_live(slot: Slot) -> bool:
+    """Another host's holder may share this scratch (one file system) and sleep: only a process seen dead is dead."""
+    return slot.holder.get("host") != socket.gethostname() or is_alive(slot.holder)
+
+
+def _doom_quarantine(app: AppConfig, store: Store, found: Plan) -> None:
+    by_place: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    newest: dict[str, float] = {}
+    for entry in store.bucket.entries("quarantine"):
+        place = entry.key.split("/")[1]
+        by_place.setdefault(place, []).append(entry.key)
+        sizes[place] = sizes.get(place, 0) + entry.bytes
+        newest[place] = max(newest.get(place, 0.0), entry.modified)
+    for place, keys in by_place.items():
+        if time.time() - newest[place] > app.store.keep_quarantine_days * 86400:
+            found.doomed.append(Doomed("quarantine", place, sizes[place], _delete(store, keys)))
+
+
+def _tree_size(path: Path) -> int:
+    total = 0
+    for file in [path, *path.rglob("*")]:
+        try:
+            total += file.lstat().st_size if not file.is_dir() else 0
+        except OSError:  # gone meanwhile
+            continue
+    return total
+
+
+def _remove_tree(path: Path) -> Callable[[], None]:
+    return lambda: shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def sweep(found: Plan) -> None:
+    """Remove, records before objects."""
+    first = ("results", "superseded slots", "runs in the ledger")
+    for group in (
+        [doomed for doomed in found.doomed if doomed.kind in first],
+        [doomed for doomed in found.doomed if doomed.kind not in first],
+    ):
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(lambda doomed: doomed.remove(), group))
+
+
+# Saying so
+
+
+def show(console: Console, found: Plan) -> None:
+    """Kept, by what; then what goes, by kind, and the largest of it."""
+    total = sum(found.sizes[digest] for digest in found.kept)
+    console.line(f"kept: {len(found.kept)} objects, {shown(total)}")
+    rows = []
+    for root in found.roots:
+        mine = [digest for digest, labels in found.kept.items() if root.label in labels]
+        only = [digest for digest in mine if len(found.kept[digest]) == 1]
+        alone = f", {shown(sum(found.sizes[digest] for digest in only))} by this alone" if only else ""
+        rows.append((root.label, f"{len(mine)} objects, {shown(sum(found.sizes[d] for d in mine))}{alone}"))
+    console.table(rows or [("nothing", "no alias, endpoint, pin or run reaches anything")])
+    for note in found.notes:
+        console.line(note)
+    if not found.doomed:
+        return
+    console.line("not reached:")
+    console.table(_by_kind(found.doomed))
+    largest = sorted((d for d in found.doomed if d.bytes), key=lambda d: -d.bytes)[:LARGEST]
+    if largest:
+        console.line("the largest:")
+        console.table([(d.name[:24], f"{shown(d.bytes).rjust(9)}  {d.kind}  {d.note}".rstrip()) for d in largest])
+
+
+def _by_kind(doomed: Iterable[Doomed]) -> list[tuple[str, str]]:
+    kinds: dict[str, list[Doomed]] = {}
+    for one in doomed:
+        kinds.setdefault(one.kind, []).append(one)
+    return [(kind, f"{len(many):6d}  {shown(sum(d.bytes for d in many)).rjust(9)}") for kind, many in kinds.items()]
