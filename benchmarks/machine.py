@@ -263,12 +263,13 @@ def free_port() -> int:
 def scratch() -> Iterator[Path]:
     """A short temporary directory whose `state` may hold a Ray head; both are gone afterwards."""
     from pipelines import cluster
+    from pipelines.config import ClusterConfig
 
     directory = Path(tempfile.mkdtemp(prefix="rkb-"))
     try:
         yield directory
     finally:
-        cluster.down(directory / "state")
+        cluster.down(ClusterConfig(), directory / "state")
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -288,4 +289,4 @@ def local_head(state: Path) -> Iterator[int]:
         yield int(head)
     finally:
         cluster.release(state)
-        cluster.down(state)
+        cluster.down(ClusterConfig(), state)

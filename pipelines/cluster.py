@@ -27,6 +27,7 @@ import psutil
 from pipelines.config import ROOT, ClusterConfig, ClusterMode
 from pipelines.lease import identity, is_alive
 from stages.contract import ResourcesUnavailable
+from stages.serving.endpoint import ask_ready
 
 START_TIMEOUT_S = 90.0
 SOCKET_ROOM = 45
@@ -40,6 +41,8 @@ class Address:
     address: str
     environment: dict[str, str]
     timeout_s: float
+    ship_code: bool = False
+    """Its nodes may have another checkout, or none: this one's code goes with the job."""
 
 
 @contextlib.contextmanager
@@ -64,7 +67,7 @@ def provide(cfg: ClusterConfig, state: Path) -> Iterator[Callable[[], Address]]:
             forget(state, head)
     else:
         assert cfg.address is not None
-        given = Address(cfg.address, {}, cfg.connect_timeout_s)
+        given = Address(cfg.address, {}, cfg.connect_timeout_s, ship_code=True)
         _require_listening(given.address, given.timeout_s)
         yield lambda: given
 
@@ -75,7 +78,8 @@ def join(where: Address) -> None:
     if where.environment:
         os.environ.pop("RAY_ADDRESS", None)  # a cluster is joined only when the config names it
         os.environ.update(where.environment)
-    _init(address=where.address)
+    code = {"py_modules": [str(ROOT / name) for name in ("pipelines", "stages")]} if where.ship_code else None
+    _init(address=where.address, runtime_env=code)
     _require_a_cpu(where.timeout_s)
 
 
@@ -138,11 +142,31 @@ def quiet() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def down(state: Path) -> str | None:
-    """Stop this project's head, and with it what it serves. Returns a sentence, or None when nothing ran."""
+def down(cfg: ClusterConfig, state: Path) -> str | None:
+    """Stop this project's head, and with it what it serves; on an attached cluster, what this project serves there. Returns a
+    sentence, or None when nothing ran."""
+    served = endpoint_record(state)
+    if cfg.mode is ClusterMode.attach:
+        return _withdraw(cfg, state, served) if served else None
     with alone(state):
+        head = running_head(state)
+        if served and head is None and ask_ready(served["base_url"]):
+            raise ResourcesUnavailable(
+                f"{served['base_url']} answers, but not from this project's own Ray: say cluster=attach "
+                "cluster.address=<host:port> to stop it"
+            )
         endpoint_path(state).unlink(missing_ok=True)
         return _stop_head(state)
+
+
+def _withdraw(cfg: ClusterConfig, state: Path, served: dict[str, Any]) -> str:
+    """Delete the application on somebody else's cluster, which goes on."""
+    with connect(cfg, state):
+        from ray import serve
+
+        serve.delete(served["application"])
+    endpoint_path(state).unlink(missing_ok=True)
+    return f"stopped serving {served['model']}@{served['version']}; the Ray at {cfg.address} goes on"
 
 
 def _stop_head(state: Path) -> str | None:

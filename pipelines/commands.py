@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import log_file
-from pipelines.config import AppConfig, compose, compose_node, expand_sweep, redacted
+from pipelines.config import AppConfig, compose, compose_node, redacted
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 
@@ -22,7 +22,7 @@ def run(console: Console, overrides: list[str], conf: str | None) -> int:
     log_file.start(app)
     started = time.monotonic()
     with session.signals(), session.Session(app, console) as opened:
-        outcome = runner.run(app, opened, _as_typed("run", overrides))
+        outcome = runner.run(app, opened, as_typed("run", overrides))
     _say_what_now(console, app, outcome, time.monotonic() - started)
     return 0
 
@@ -61,30 +61,6 @@ def config(console: Console, overrides: list[str], conf: str | None) -> int:
 
     node = compose_node(overrides, conf)
     console.line(redacted(OmegaConf.to_yaml(node, resolve=True).rstrip()))
-    return 0
-
-
-def sweep(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import runner, session
-
-    points = expand_sweep(overrides)
-    if not any(o.startswith("run.until=") for o in overrides) and "evaluate" in compose(points[0], conf).stages:
-        points = [[*point, "run.until=evaluate"] for point in points]
-        console.line("each point runs until evaluate; say run.until=<stage> for more")
-    apps = [compose(point, conf) for point in points]
-    log_file.start(apps[0])
-    sweep = time.strftime("sweep-%Y%m%d-%H%M%S")
-    rows = []
-    with session.signals(), session.Session(apps[0], console) as opened:
-        for number, (app, point) in enumerate(zip(apps, points, strict=True), 1):
-            console.line(f"\npoint {number} of {len(apps)}: {' '.join(point)}")
-            outcome = runner.run(app, opened, _as_typed("run", point), {"raykeel.sweep": sweep})
-            last = list(outcome.headlines.values())[-1] if outcome.headlines else "reused"
-            rows.append(
-                (" ".join(p for p in point if any(p not in other for other in points)) or "the only point", last)
-            )
-    console.line(f"\n{sweep} (in the MLflow UI: tags.`raykeel.sweep` = '{sweep}')")
-    console.table(rows)
     return 0
 
 
@@ -175,7 +151,7 @@ def down(console: Console, overrides: list[str], conf: str | None) -> int:
     from pipelines import cluster
 
     app = compose(overrides, conf)
-    console.line(cluster.down(app.state_root) or "nothing of this project is running")
+    console.line(cluster.down(app.cluster, app.state_root) or "nothing of this project is running")
     return 0
 
 
@@ -197,7 +173,7 @@ def _say_what_now(console: Console, app: AppConfig, outcome: Any, seconds: float
     console.table(rows)
 
 
-def _as_typed(command: str, overrides: list[str]) -> str:
+def as_typed(command: str, overrides: list[str]) -> str:
     """The make command line that repeats this run."""
     import shlex
 

@@ -266,6 +266,8 @@ class Store:
             raise IntegrityError(f"{self.object_uri(deposit.digest)}: was removed before it was published; run again")
         lease.commit({"digest": deposit.digest, "payload": payload, "meta": meta})
         shutil.rmtree(self.work(fingerprint), ignore_errors=True)
+        if self.bucket.directory is None:  # what an attached cluster's node mirrored there
+            self.bucket.delete(entry.key for entry in self.bucket.entries(f"work/{fingerprint}"))
         return Record(fingerprint, deposit.digest, payload, meta, lease.fence)
 
     def sweep_staging(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import cluster
+from pipelines.config import ClusterConfig
 from pipelines.lease import identity
 from stages.contract import ResourcesUnavailable
 
@@ -49,7 +50,7 @@ def test_a_recycled_pid_is_not_taken_for_the_head(tmp_path: Path) -> None:
     cluster.head_path(tmp_path).parent.mkdir(parents=True)
     cluster.head_path(tmp_path).write_text(json.dumps({**identity(), "started": 1.0, "address": "x"}))
     assert cluster.running_head(tmp_path) is None
-    assert cluster.down(tmp_path) is None
+    assert cluster.down(ClusterConfig(), tmp_path) is None
 
 
 def test_an_endpoint_keeps_the_head(tmp_path: Path) -> None:
