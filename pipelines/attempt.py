@@ -130,7 +130,7 @@ class Attempt:
         step, line = self.step, self.line
         assert step.fingerprint is not None
         where = None
-        if step.stage.ray:
+        if step.needs_ray:
             line.progress(0.0, "waiting for Ray")
             where = self.session.ray()
         registry = MlflowRegistry(self.session.tracking(self.app.name), child)

@@ -52,6 +52,10 @@ class Step:
     """What its execution should cost, from equal ones before; None when there were none."""
 
     @property
+    def needs_ray(self) -> bool:
+        return self.stage.ray and not self.cfg.resources.inline()
+
+    @property
     def waivers(self) -> list[str]:
         """Everything that was waived for this result."""
         return list(dict.fromkeys(self.inherited + self.accepted))

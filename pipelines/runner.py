@@ -56,7 +56,7 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         return outcome
     _require_room(store)
     store.sweep_staging()
-    session.warm_up(ray=any(step.stage.ray and step.action != "reuse" for step in steps))
+    session.warm_up(ray=any(step.needs_ray and step.action != "reuse" for step in steps))
     name = f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
     parent = session.tracking(app.name).start_parent(
         name, {"raykeel.kind": "pipeline", **(tags or {})}, session.point.sweep if session.point else None

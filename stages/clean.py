@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import ArtifactError, Corpus, Rows
-from stages.contract import Context, StageConfig, StageError, StageResources, stage
+from stages.contract import Context, StageConfig, StageError, TaskResources, stage
 
 if TYPE_CHECKING:
     import numpy
@@ -33,7 +33,7 @@ KEYS_PER_TASK = 2_000_000
 
 
 @dataclass(kw_only=True)
-class CleanResources(StageResources):
+class CleanResources(TaskResources):
     """How the work is spread. Nothing here changes the result."""
 
     blocks: int = 8
@@ -80,9 +80,9 @@ def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     table = Table.of(shards(rows.local()))
     rules = Rules(cfg.min_characters, cfg.max_characters, cfg.validation_fraction)
     ctx.progress(0.0, f"{table.total:,} rows")
-    kept = _first_of_each(table, rules, cfg.resources.blocks)
+    kept = _first_of_each(table, rules, cfg.resources)
     ctx.progress(0.5, "duplicates found")
-    counts = _write(table, rules, kept, cfg.resources.blocks, ctx)
+    counts = _write(table, rules, kept, cfg.resources, ctx)
 
     _refuse_empty(counts, cfg.validation_fraction)
     remove_partial(ctx.output)
@@ -100,25 +100,23 @@ def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     return Corpus(uri=ctx.output.resolve().as_uri())
 
 
-def _first_of_each(table: "Table", rules: "Rules", blocks: int) -> "numpy.typing.NDArray[numpy.bool_]":
+def _first_of_each(table: "Table", rules: "Rules", resources: CleanResources) -> "numpy.typing.NDArray[numpy.bool_]":
     """[rows] bool: passes the rules and is the first of its kind. A byte a row is all that the driver holds."""
     import numpy
-    import ray
 
     from stages.text import cleaning
-    from stages.text.blocks import ranges, references
+    from stages.text.blocks import call, ranges, references
 
-    keys = references(ranges(table.total, blocks), cleaning.keys, blocks, table=table, rules=rules)
+    keys = references(ranges(table.total, resources.blocks), cleaning.keys, resources, table=table, rules=rules)
     parts = -(-max(table.total, 1) // KEYS_PER_TASK)
-    task = ray.remote(cleaning.first_of_each)
     kept = numpy.zeros(table.total, bool)
-    for positions in [task.remote(part, parts, *keys) for part in range(parts)]:
-        kept[ray.get(positions)] = True
+    for positions in call(cleaning.first_of_each, [(part, parts, *keys) for part in range(parts)], resources):
+        kept[positions] = True
     return kept
 
 
 def _write(
-    table: "Table", rules: "Rules", kept: "numpy.typing.NDArray[numpy.bool_]", blocks: int, ctx: Context
+    table: "Table", rules: "Rules", kept: "numpy.typing.NDArray[numpy.bool_]", resources: CleanResources, ctx: Context
 ) -> dict[str, Counter[str]]:
     """Have each output shard written by a task. What was counted, by reason and split: rows, characters, bytes."""
     import numpy
@@ -134,7 +132,7 @@ def _write(
         for shard, (first, last) in enumerate(pairwise(edges))
     ]
     reports: list[dict[str, Any]] = []
-    for batch in results(orders, cleaning.write, blocks, table=table, rules=rules, output=ctx.output):
+    for batch in results(orders, cleaning.write, resources, table=table, rules=rules, output=ctx.output):
         reports += map(json.loads, batch.column("facts").to_pylist())
         ctx.progress(0.5 + 0.5 * len(reports) / len(orders), f"{len(reports)} of {len(orders)} shards written")
     reports.sort(key=lambda report: report["shard"])

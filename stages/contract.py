@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -53,6 +54,28 @@ class StageResources:
     def cpus_wanted(self) -> float:
         """Logical CPUs that the stage keeps busy: what is not free yet makes it wait for its siblings."""
         return 1.0
+
+    def inline(self) -> bool:
+        """Whether a stage that otherwise runs on Ray does without it, all in its own process."""
+        return False
+
+
+class Executor(Enum):
+    """Who carries out the parts of a stage's work."""
+
+    ray = "ray"
+    inline = "inline"
+
+
+@dataclass(kw_only=True)
+class TaskResources(StageResources):
+    """Of a stage that gives its work to Ray tasks, or does it itself."""
+
+    executor: Executor = Executor.ray
+    """`ray`: tasks on the cluster. `inline`: one part after the other in the stage's own process, without Ray; for debugging."""
+
+    def inline(self) -> bool:
+        return self.executor is Executor.inline
 
 
 @dataclass(kw_only=True)

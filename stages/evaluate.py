@@ -1,7 +1,7 @@
 """Measures a checkpoint on the validation split: loss, perplexity, bits per byte, baselines on the same bytes, samples.
 
-The measuring is `stages.training.scoring`, a plain function; here it runs as one Ray task, so that the driver needs no
-torch and a cluster can give it a node.
+The measuring is `stages.training.scoring`, a plain function; here it runs as one Ray task, for which Ray finds room among what
+else runs, or in this process (`resources.executor=inline`).
 """
 
 import math
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.artifacts import Checkpoint, Corpus, EvalReport, TokenDataset
-from stages.contract import Context, StageConfig, StageError, StageResources, stage
+from stages.contract import Context, StageConfig, StageError, TaskResources, stage
 from stages.training.preflight import require_cpus
 
 
 @dataclass(kw_only=True)
-class EvaluateResources(StageResources):
+class EvaluateResources(TaskResources):
     """How the evaluation is computed; none of it changes the result beyond rounding."""
 
     cpus: float = 1.0
@@ -103,18 +103,6 @@ def _measure(
     corpus: Corpus,
     base: Checkpoint | None,
 ) -> dict[str, Any]:
-    import ray
-
-    from stages.storage.node import facts, here
-
-    field_name = "stages.evaluate.resources.cpus"
-    require_cpus(
-        workers=1,
-        cpus=cfg.resources.cpus,
-        nodes=facts(),
-        free=lambda: ray.available_resources().get("CPU", 0.0),
-        fields=(field_name, field_name),
-    )
     arguments = {
         "checkpoint": checkpoint.local(),
         "base": base.local() if base else None,
@@ -129,9 +117,25 @@ def _measure(
         "batch_rows": cfg.resources.batch_rows,
         "threads": cfg.resources.threads,
     }
-    task = ray.remote(num_cpus=cfg.resources.cpus, max_retries=2, max_calls=1, scheduling_strategy=here())(
-        _score
-    ).remote(arguments)
+    if cfg.resources.inline():
+        return _score(arguments)
+    return _in_a_task(arguments, cfg.resources.cpus)
+
+
+def _in_a_task(arguments: dict[str, Any], cpus: float) -> dict[str, Any]:
+    import ray
+
+    from stages.storage.node import facts, here
+
+    field_name = "stages.evaluate.resources.cpus"
+    require_cpus(
+        workers=1,
+        cpus=cpus,
+        nodes=facts(),
+        free=lambda: ray.available_resources().get("CPU", 0.0),
+        fields=(field_name, field_name),
+    )
+    task = ray.remote(num_cpus=cpus, max_retries=2, max_calls=1, scheduling_strategy=here())(_score).remote(arguments)
     try:
         result: dict[str, Any] = ray.get(task)
     except ray.exceptions.RayTaskError as error:

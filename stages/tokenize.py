@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Checkpoint, Corpus, TokenDataset
-from stages.contract import Context, StageConfig, StageError, StageResources, stage
+from stages.contract import Context, StageConfig, StageError, TaskResources, stage
 
 if TYPE_CHECKING:
     from stages.text.shards import Table
@@ -24,7 +24,7 @@ COUNTED = (
 
 
 @dataclass(kw_only=True)
-class TokenizeResources(StageResources):
+class TokenizeResources(TaskResources):
     """How the work is spread. Nothing here changes the result."""
 
     blocks: int = 8
@@ -85,7 +85,7 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
     for split in SPLITS:
         if not counts[split]["rows"]:
             raise StageError(f"the {split} split of the corpus has no text to learn from or to score; add rows")
-    _write({split: Table.of(shards(windows, split)) for split in SPLITS}, cfg.resources.blocks, ctx)
+    _write({split: Table.of(shards(windows, split)) for split in SPLITS}, cfg.resources, ctx)
     shutil.rmtree(windows)
     remove_partial(ctx.output)
 
@@ -103,10 +103,15 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
 
 
 def _train_tokenizer(corpus: Path, cfg: TokenizeConfig, directory: Path) -> None:
+    from stages.text import tokenising
+
+    assert cfg.vocab_size is not None  # `check` saw to it
+    if cfg.resources.inline():
+        tokenising.train_tokenizer(corpus, cfg.vocab_size, directory)
+        return
     import ray
 
     from stages.storage.node import here
-    from stages.text import tokenising
 
     ray.get(
         ray.remote(scheduling_strategy=here())(tokenising.train_tokenizer).remote(corpus, cfg.vocab_size, directory)
@@ -135,7 +140,7 @@ def _pack(corpus: "Table", cfg: TokenizeConfig, ctx: Context, windows: Path) -> 
     shared = {"tokenizer": ctx.output / "tokenizer", "sequence_length": cfg.sequence_length, "windows": windows}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     done = 0
-    for batch in results(orders, tokenising.pack_window, cfg.resources.blocks, corpus=corpus, **shared):
+    for batch in results(orders, tokenising.pack_window, cfg.resources, corpus=corpus, **shared):
         for facts in map(json.loads, batch.column("facts").to_pylist()):
             done += 1
             for split, numbers in facts.items():
@@ -144,7 +149,7 @@ def _pack(corpus: "Table", cfg: TokenizeConfig, ctx: Context, windows: Path) -> 
     return counts
 
 
-def _write(windows: "dict[str, Table]", blocks: int, ctx: Context) -> None:
+def _write(windows: "dict[str, Table]", resources: TokenizeResources, ctx: Context) -> None:
     """Cut the windows' rows, in their order, into shards of fixed size."""
     from stages.text import tokenising
     from stages.text.blocks import results
@@ -154,7 +159,7 @@ def _write(windows: "dict[str, Table]", blocks: int, ctx: Context) -> None:
         for split, table in windows.items()
         for shard, first in enumerate(range(0, table.total, ROWS_PER_SHARD))
     ]
-    for _ in results(orders, tokenising.write_packed, blocks, windows=windows, output=ctx.output):
+    for _ in results(orders, tokenising.write_packed, resources, windows=windows, output=ctx.output):
         pass
     ctx.progress(1.0, f"{len(orders)} shards written")
 

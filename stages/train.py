@@ -67,6 +67,9 @@ class TrainResources(StageResources):
         if self.max_failures < 0:
             raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
 
+    def inline(self) -> bool:
+        return self.launcher is Launcher.inline
+
     def cpus_wanted(self) -> float:
         return self.workers * self.cpus_per_worker if self.launcher is Launcher.ray else float(self.threads_per_worker)
 

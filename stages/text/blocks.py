@@ -1,4 +1,5 @@
-"""Runs work on Ray Data, quietly, and hands back the small tables it returns. Apart, because clean and tokenize do.
+"""Runs work on Ray Data, quietly, or in this process, and hands back the small tables it returns. Apart, because clean and
+tokenize do.
 
 Work is cut into orders (a range of rows, a shard to write), never into what the data look like, so that the number of
 blocks decides only how much runs at once. Workers read and write the shards themselves: no row payload reaches the driver.
@@ -8,31 +9,57 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow
-import ray.data
-import ray.exceptions
 
 from stages.artifacts import ArtifactError
 from stages.contract import StageError
-from stages.storage.node import here
+
+if TYPE_CHECKING:
+    import ray.data
 
 Order = dict[str, Any]
 Work = Callable[..., Iterator[pyarrow.Table]]
 
 
-def results(orders: Sequence[Order], work: Work, blocks: int, **shared: Any) -> Iterator[pyarrow.Table]:
+class Resources(Protocol):
+    """How a stage spreads its work."""
+
+    blocks: int
+
+    def inline(self) -> bool: ...
+
+
+def results(orders: Sequence[Order], work: Work, resources: Resources, **shared: Any) -> Iterator[pyarrow.Table]:
     """The tables that `work(order, **shared)` yields for each order, as they come; at most `blocks` orders run at once."""
+    if resources.inline():
+        for order in orders:
+            yield from work(dict(order), **shared)
+        return
     with _quiet(), _plain_errors():
-        dataset = _dataset(orders, work, blocks, shared)
+        dataset = _dataset(orders, work, resources.blocks, shared)
         yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)
 
 
-def references(orders: Sequence[Order], work: Work, blocks: int, **shared: Any) -> list["ray.ObjectRef[pyarrow.Table]"]:
-    """The same, left where they were made: references for the tasks that read them."""
+def references(orders: Sequence[Order], work: Work, resources: Resources, **shared: Any) -> list[Any]:
+    """The same, left where they were made: references (inline: the tables) for `call`."""
+    if resources.inline():
+        return list(results(orders, work, resources, **shared))
     with _quiet(), _plain_errors():
-        return list(_dataset(orders, work, blocks, shared).to_arrow_refs())
+        return list(_dataset(orders, work, resources.blocks, shared).to_arrow_refs())
+
+
+def call(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], resources: Resources) -> Iterator[Any]:
+    """What `work(*arguments)` returns for each; a reference among the arguments arrives as its table. All run at once."""
+    if resources.inline():
+        yield from (work(*each) for each in arguments)
+        return
+    import ray
+
+    task = ray.remote(work)
+    with _plain_errors():
+        yield from map(ray.get, [task.remote(*each) for each in arguments])
 
 
 def ranges(total: int, parts: int) -> list[Order]:
@@ -43,6 +70,10 @@ def ranges(total: int, parts: int) -> list[Order]:
 
 
 def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str, Any]) -> "ray.data.Dataset":
+    import ray.data
+
+    from stages.storage.node import here
+
     dataset = ray.data.from_items(list(orders), override_num_blocks=min(blocks, len(orders)))
     return dataset.map_batches(
         _carry_out,
@@ -61,6 +92,8 @@ def _carry_out(batch: pyarrow.Table, work: Work, shared: dict[str, Any]) -> Iter
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No bars and no start and end lines on the console; Ray Data's own log file keeps them."""
+    import ray.data
+
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -75,6 +108,8 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """What a worker tells the user reaches the user as it was said, without Ray's frames around it."""
+    import ray.exceptions
+
     try:
         yield
     except ray.exceptions.RayTaskError as error:

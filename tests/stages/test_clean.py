@@ -11,7 +11,7 @@ import pytest
 
 from stages.artifacts import ArtifactError, Corpus, Rows
 from stages.clean import CleanConfig, CleanResources, clean
-from stages.contract import Context, StageError
+from stages.contract import Context, Executor, StageError
 from stages.text.corpus import documents
 from stages.text.shards import ROWS_SCHEMA, ShardWriter
 
@@ -51,13 +51,18 @@ def many() -> Given:
     return [(f"row:{i:09d}", "", text) for i, text in enumerate(texts)]
 
 
-def test_one_digest_for_1_3_and_7_blocks_and_for_any_shards_that_the_rows_came_in(
+def test_one_digest_for_any_blocks_and_executor_and_for_any_shards_that_the_rows_came_in(
     ray_session: None, make_context: MakeContext, many: Given, tmp_path: Path
 ) -> None:
     digests = set()
-    for blocks, rows_per_shard in ((1, 10_000), (3, 10_000), (7, 3_333)):
-        rows = rows_of(tmp_path / f"in{blocks}", many, rows_per_shard)
-        config = CleanConfig(max_characters=400, resources=CleanResources(blocks=blocks))
+    for blocks, executor, rows_per_shard in (
+        (1, Executor.ray, 10_000),
+        (2, Executor.inline, 3_333),
+        (2, Executor.ray, 10_000),
+        (7, Executor.ray, 3_333),
+    ):
+        rows = rows_of(tmp_path / f"in{blocks}{executor.name}", many, rows_per_shard)
+        config = CleanConfig(max_characters=400, resources=CleanResources(blocks=blocks, executor=executor))
         corpus = clean(config, make_context(), rows)
         corpus.check()
         digests.add(digest(corpus.local()))

@@ -15,7 +15,7 @@ import tokenizers
 import torch
 
 from stages.artifacts import Checkpoint
-from stages.contract import ResourcesUnavailable, StageError
+from stages.contract import Executor, ResourcesUnavailable, StageError
 from stages.evaluate import EvaluateConfig, EvaluateResources, evaluate, table
 from stages.text.corpus import documents
 from stages.training import model
@@ -194,6 +194,9 @@ def test_the_stage_reports_what_the_function_measures(make_context, data, traine
     assert logged["lzma_bits_per_byte"] == scored["baselines"]["lzma"]["bits_per_byte"]
     assert ctx.tracker.texts["evaluation.md"] == table(scored)
     assert "/tmp" not in json.dumps(facts)
+    cfg.resources.executor = Executor.inline
+    inline = evaluate(cfg, make_context("evaluate"), Checkpoint(uri=trained.as_uri(), digest="a" * 64), *data)
+    assert (inline.local() / "summary.json").read_bytes() == (report.local() / "summary.json").read_bytes()
 
 
 @pytest.mark.ray

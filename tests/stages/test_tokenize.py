@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from stages.artifacts import Checkpoint, Corpus, TokenDataset
-from stages.contract import Context, StageError
+from stages.contract import Context, Executor, StageError
 from stages.text.packed import PackedSplit
 from stages.text.shards import CORPUS_SCHEMA, ShardWriter
 from stages.tokenize import TokenizeConfig, TokenizeResources, tokenize
@@ -64,14 +64,15 @@ def many() -> Given:
     return [("", text, "validation" if chance.random() < 0.1 else "train") for text in texts]
 
 
-def test_one_digest_for_1_3_and_7_blocks_and_every_document_once(
+def test_one_digest_for_any_blocks_and_executor_and_every_document_once(
     ray_session: None, make_context: MakeContext, many: Given, tmp_path: Path
 ) -> None:
     corpus = corpus_of(tmp_path / "in", many)
     digests = set()
-    for blocks in (1, 3, 7):
+    for blocks, executor in ((1, Executor.ray), (2, Executor.ray), (7, Executor.ray), (1, Executor.inline)):
         context = make_context()
-        config = TokenizeConfig(vocab_size=400, sequence_length=64, resources=TokenizeResources(blocks=blocks))
+        resources = TokenizeResources(blocks=blocks, executor=executor)
+        config = TokenizeConfig(vocab_size=400, sequence_length=64, resources=resources)
         dataset = tokenize(config, context, corpus)
         dataset.check()
         digests.add(digest(dataset.local()))
