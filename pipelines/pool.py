@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from pipelines.cluster import quiet
 from pipelines.worker import Job
 from stages.contract import StageError
 
@@ -43,6 +44,7 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             if self.log.stat().st_size > LOG_LIMIT:
                 self.log.replace(self.log.with_suffix(".old.log"))
+        quiet()  # in the environment that it inherits
         ours, theirs = Pipe()
         with theirs, self.log.open("ab") as output:
             self._process = subprocess.Popen(

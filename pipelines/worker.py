@@ -21,15 +21,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipelines import cluster
-from pipelines.cluster import Address
 from pipelines.config import AppConfig, ClusterMode
 from pipelines.store import Deposit, IntegrityError, Store
 from stages.artifacts import Artifact, ArtifactError
 from stages.contract import STAGES, Context, GateRefused, ResourcesUnavailable, StageConfig, StageError
 from stages.storage.bucket import local_path
+
+if TYPE_CHECKING:  # its imports are for the process that starts Ray
+    from pipelines.cluster import Address
 
 REGISTRY_CALLS = ("find", "register", "alias", "set_alias", "resolve")
 """The only messages that wait for an answer."""
@@ -51,7 +52,7 @@ class Job:
     fingerprint: str
     staged: Path
     work: Path
-    ray: Address | None
+    ray: "Address | None"
     """The Ray to join, for a stage that needs one."""
 
     @property
@@ -200,8 +201,10 @@ class Worker:
 
         return execute_on_cluster(job, self.emit)
 
-    def _join(self, where: Address) -> None:
+    def _join(self, where: "Address") -> None:
         if self._joined is None:
+            from pipelines import cluster
+
             self.emit("progress", 0.0, "joining Ray")
             cluster.join(where)
             self._joined = where
@@ -280,7 +283,6 @@ def main() -> None:
     logging.captureWarnings(True)
     handle = int(sys.argv[1])
     os.set_inheritable(handle, False)  # a grandchild that held it would hide our death
-    cluster.quiet()
     Worker(Connection(handle)).live()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,10 @@
 """Three small real stages that need no Ray: they count their executions in files, so that tests can see what ran."""
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,8 @@ class MakeConfig(StageConfig):
 class DoubleConfig(StageConfig):
     factor: int = 2
     trouble: str = ""
+    troubled: int = 99
+    """How many of its executions have the trouble."""
     seconds: float = 0.0
 
 
@@ -40,6 +44,12 @@ class JudgeConfig(StageConfig):
 def _count(ctx: Context, name: str) -> None:
     with (ctx.state / "executions.log").open("a") as log:
         log.write(f"{name}\n")
+
+
+def _note(ctx: Context, name: str, event: str) -> None:
+    """A line (name, event, seconds of a clock that all processes share, process)."""
+    with (ctx.state / "events.log").open("a") as log:
+        log.write(f"{name} {event} {time.monotonic()} {os.getpid()}\n")
 
 
 def _rows(directory: Path, value: int) -> None:
@@ -64,22 +74,11 @@ def make(cfg: MakeConfig, ctx: Context) -> Rows:
 @stage()
 def double(cfg: DoubleConfig, ctx: Context, rows: Rows) -> Corpus:
     _count(ctx, "double")
-    if cfg.trouble == "user":
-        raise StageError("rows.jsonl:3: broken")
-    if cfg.trouble == "gate":
-        raise GateRefused("not good enough")
-    if cfg.trouble == "crash":
-        raise KeyError("a bug")
-    if cfg.trouble == "full":
-        Path("/dev/full").write_text("the kernel's own word for a full disk")
-    if cfg.trouble == "kill":
-        (ctx.output / "half-written").write_text("x")
-        (ctx.work / "resumable").write_text("kept")
-        os.kill(os.getppid(), signal.SIGKILL)  # the driver
-        time.sleep(60)
-    deadline = time.monotonic() + cfg.seconds
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
+    _note(ctx, f"x{cfg.factor}", "begin")
+    if executions(ctx.state).count("double") <= cfg.troubled:
+        _trouble(cfg, ctx)
+    _wait(cfg.seconds)
+    _note(ctx, f"x{cfg.factor}", "end")
     value = rows.summary()["value"] * cfg.factor
     for step in range(3):
         ctx.tracker.log_metrics({"loss": 3.0 - step}, step=step)
@@ -87,10 +86,53 @@ def double(cfg: DoubleConfig, ctx: Context, rows: Rows) -> Corpus:
     return Corpus.write(ctx.output, {"value": value})
 
 
+def _trouble(cfg: DoubleConfig, ctx: Context) -> None:
+    if cfg.trouble == "user":
+        raise StageError("rows.jsonl:3: broken")
+    if cfg.trouble == "gate":
+        raise GateRefused("not good enough")
+    if cfg.trouble == "crash":
+        raise KeyError("a bug")
+    if cfg.trouble == "passing":
+        raise OSError("the network was away")
+    if cfg.trouble == "full":
+        Path("/dev/full").write_text("the kernel's own word for a full disk")
+    if cfg.trouble in ("kill", "die"):
+        (ctx.output / "half-written").write_text("x")
+        (ctx.work / "resumable").write_text("kept")
+        os.kill(os.getppid() if cfg.trouble == "kill" else os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    if cfg.trouble == "modules":
+        (ctx.state / "modules").write_text(" ".join(sys.modules))
+    if cfg.trouble == "careful":
+        try:
+            _wait(60)
+        finally:
+            (ctx.state / "cleaned-up").write_text("yes")
+    if cfg.trouble == "stubborn":
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with contextlib.suppress(KeyboardInterrupt):
+                _wait(end - time.monotonic())
+
+
+def _wait(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 @stage()
 def judge(cfg: JudgeConfig, ctx: Context, corpus: Corpus) -> EvalReport:
     _count(ctx, "judge")
     return EvalReport.write(ctx.output, {"value": corpus.summary()["value"], "metrics": {"value": 1.0}})
+
+
+def events(state: Path) -> list[tuple[str, str, float, int]]:
+    """What `double` noted: ("x2", "begin" or "end", seconds, process)."""
+    log = state / "events.log"
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    return [(name, event, float(at), int(pid)) for name, event, at, pid in lines]
 
 
 def executions(state: Path) -> list[str]:
