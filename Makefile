@@ -14,14 +14,15 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 export RAYKEEL_OVERRIDES := $(MAKEOVERRIDES)
 override TEXT := $(value TEXT)
+override STAGE := $(value STAGE)
 override SWEEP := $(value SWEEP)
 override WHAT := $(value WHAT)
 override MODEL := $(value MODEL)
 override TO := $(value TO)
-export TEXT CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR
+export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench clean reference golden
+.PHONY: help setup run plan why debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -53,11 +54,17 @@ plan: setup ## what would run, what is reused, and why; starts nothing
 why: setup ## the same field by field
 	@$(RAYKEEL) why $(ARGS)
 
+debug: setup ## one stage under pdb in this process, without Ray: make debug STAGE=train
+	@$(RAYKEEL) debug $(ARGS)
+
 config: setup ## print the composed configuration
 	@$(RAYKEEL) config $(ARGS)
 
-sweep: setup ## a grid over values: make sweep stages.train.learning_rate=1e-3,3e-3
+sweep: setup ## many points: make sweep stages.train.learning_rate=1e-3,3e-3; SWEEP=name goes on with one
 	@$(RAYKEEL) sweep $(ARGS)
+
+best: setup ## the winner of a sweep, as overrides for make run (SWEEP=name; default: the latest)
+	@$(RAYKEEL) best $(ARGS)
 
 ui: setup ## the MLflow UI on the store that the runs write to (PORT=5000)
 	@$(RAYKEEL) ui $(ARGS)
@@ -67,9 +74,6 @@ ask: setup ## ask the served model: make ask TEXT="os.path.join("
 
 status: setup ## what is served, registered, running and stored
 	@$(RAYKEEL) status $(ARGS)
-
-down: setup ## stop the endpoint and this project's Ray
-	@$(RAYKEEL) down $(ARGS)
 
 gc: setup ## what nothing needs any more, and its bytes; APPLY=1 removes it
 	@$(RAYKEEL) gc $(ARGS)
@@ -88,6 +92,9 @@ export: setup ## a plain Hugging Face folder: make export MODEL=models:/quicksta
 
 doctor: setup ## is this machine fit: versions, cores, memory, disk, ports, Ray, MLflow, store, GPU
 	@$(RAYKEEL) doctor $(ARGS)
+
+down: setup ## stop the endpoint and this project's Ray
+	@$(RAYKEEL) down $(ARGS)
 
 test: setup ## the default tests, real Ray and a small life end to end (under 5 minutes)
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)

@@ -21,19 +21,21 @@ COMMANDS = {
     "run": "pipelines.commands:run",
     "plan": "pipelines.commands:plan",
     "why": "pipelines.commands:why",
+    "debug": "pipelines.debug:debug",
     "config": "pipelines.commands:config",
-    "sweep": "pipelines.commands:sweep",
-    "status": "pipelines.commands:status",
+    "sweep": "pipelines.sweep:sweep",
+    "best": "pipelines.sweep:best",
+    "status": "pipelines.status:status",
     "ask": "pipelines.commands:ask",
     "ui": "pipelines.commands:ui",
     "down": "pipelines.commands:down",
-}
     "gc": "pipelines.gc:gc",
     "pin": "pipelines.pins:pin",
     "unpin": "pipelines.pins:unpin",
     "verify": "pipelines.verify:verify",
     "export": "pipelines.export:export",
     "doctor": "pipelines.doctor:doctor",
+}
 """Command -> its function `(console, overrides, conf) -> exit code`, imported when it is asked for."""
 
 ANSWERS_JSON = {"plan"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelines.axes import SweepConfig
 from pipelines.mistakes import ConfigError, did_you_mean, explain, refuse_the_word_none, reject_unknown_keys
 from stages.contract import STAGES, StageConfig
 from stages.storage.bucket import local_path
@@ -147,7 +148,6 @@ class StoreConfig:
     default: `store` under the state directory."""
     single_writer: bool = False
     """Declares that never more than one run writes to `root`: for backends without create-if-absent, which are refused otherwise."""
-
     keep_runs: int = 5
     """Runs of each pipeline whose results `make gc` keeps, the last ones; a sweep counts as one."""
     keep_quarantine_days: float = 14.0
@@ -157,6 +157,7 @@ class StoreConfig:
         for name in ("keep_runs", "keep_quarantine_days"):
             if getattr(self, name) < 0:
                 raise ValueError(f"store.{name} must be 0 or more, got {getattr(self, name)}")
+
 
 @dataclass(kw_only=True)
 class AppConfig:
@@ -178,6 +179,8 @@ class AppConfig:
     """The MLflow store that runs are recorded in."""
     store: StoreConfig = field(default_factory=StoreConfig)
     """Where artifacts live."""
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """How `make sweep` chooses points and compares them."""
 
     @property
     def state_root(self) -> Path:
@@ -277,26 +280,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
-
-
-def expand_sweep(overrides: list[str]) -> list[list[str]]:
-    """Hydra's sweep grammar (`a=1,2 b=range(3)`) -> one list of overrides for each point of the grid, in Hydra's order."""
-    import itertools
-
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        axes = [
-            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-            if o.is_sweep_override()
-            else [str(o.input_line)]
-            for o in parsed
-        ]
-    except HydraException as error:
-        raise ConfigError(explain(error, overrides)) from error
-    return [list(point) for point in itertools.product(*axes)]
 
 
 def _model_shorthand(override: str) -> str:

@@ -21,6 +21,8 @@ class Pruned(StageError):
 class Point:
     """What a sweep asks of one of its runs."""
 
+    name: str
+    """What MLflow calls it."""
     sweep: Run
     """The run above it in MLflow."""
     params: Mapping[str, str] = field(default_factory=dict)

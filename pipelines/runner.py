@@ -57,7 +57,7 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
     _require_room(store)
     store.sweep_staging()
     session.warm_up(ray=any(step.needs_ray and step.action != "reuse" for step in steps))
-    name = f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    name = session.point.name if session.point else f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
     parent = session.tracking(app.name).start_parent(
         name, {"raykeel.kind": "pipeline", **(tags or {})}, session.point.sweep if session.point else None
     )
@@ -65,8 +65,8 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
     entry = ledger.Entry(store, app, command, tags or {}, steps)
     status, problem = "FAILED", "an unexpected error"
     try:
-        parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command})
-        parent.log_params(session.point.params if session.point else {})
+        varied = session.point.params if session.point else {}
+        parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command, **varied})
         parent.log_text(redacted(json.dumps(plain(app), indent=1, sort_keys=True)), "config.json")
         _Execution(app, session, store, steps, outcome, parent, entry).all()
         parent.log_metrics(final_metrics(steps))

@@ -90,14 +90,17 @@ class Tracking:
                 raise
         return self.client.get_experiment_by_name(name)
 
-    def start_parent(self, name: str, tags: Mapping[str, str], under: Run | None = None) -> Run:
-        """The run of an invocation; `under` is the run of the sweep that it is a point of."""
-        return self._start(name, tags, under)
+    def start_parent(
+        self, name: str, tags: Mapping[str, str], under: Run | None = None, journal: str | None = None
+    ) -> Run:
+        """The run of an invocation; `under` is the run of the sweep that it is a point of. `journal` names one that was started
+        by an earlier process and goes on."""
+        return self._start(name, tags, under, journal)
 
     def start_child(self, parent: Run, name: str, tags: Mapping[str, str]) -> Run:
         return self._start(name, tags, parent)
 
-    def _start(self, name: str, tags: Mapping[str, str], parent: Run | None) -> Run:
+    def _start(self, name: str, tags: Mapping[str, str], parent: Run | None, known: str | None = None) -> Run:
         create = {
             "op": "create",
             "uri": redacted(self.uri),
@@ -106,8 +109,8 @@ class Tracking:
             "tags": {**tags, "raykeel.owner": json.dumps(identity())},
             "parent": parent.journal if parent else None,
         }
-        journal = self.spool / f"{uuid.uuid4().hex}.jsonl"
-        return Run(journal, Sender(self, journal, parent), create, parent)
+        journal = self.spool / f"{known or uuid.uuid4().hex}.jsonl"
+        return Run(journal, Sender(self, journal, parent, asked=known is not None), create, parent)
 
     def _replay(self) -> None:
         """Send what earlier processes could not, oldest first, so that a parent exists before its children; texts last."""
@@ -155,14 +158,14 @@ class Tracking:
 class Sender:
     """Applies journal lines to MLflow. Each can be applied twice."""
 
-    def __init__(self, tracking: Tracking, journal: Path, parent: Run | None = None) -> None:
-        """Without `parent`, the run above is looked for by the name of its journal."""
+    def __init__(self, tracking: Tracking, journal: Path, parent: Run | None = None, asked: bool = True) -> None:
+        """Without `parent`, the run above is looked for by the name of its journal. `asked`: whether a request that makes this
+        run may have been sent before."""
         self._tracking = tracking
         self._journal = journal.stem
         self._parent = parent
         self._experiment = tracking.experiment_id
-        self._twice = self._asked = journal.exists()
-        """Whether a request that makes this run may have been sent before."""
+        self._twice = self._asked = asked
         self.run_id: str | None = None
 
     def send(self, line: dict[str, Any]) -> None:
@@ -185,6 +188,7 @@ class Sender:
         if self.run_id is None and self._asked:
             self.run_id = next(iter(self._tracking.of_journal(self._journal, line["experiment"])), None)
         if self.run_id is not None:
+            self._reopen(line)
             return
         tags = {**line["tags"], "raykeel.journal": self._journal}
         parent = self._parent_id(line)
@@ -195,6 +199,14 @@ class Sender:
             line["experiment"], start_time=line["at"], tags=tags, run_name=line["name"]
         )
         self.run_id = made.info.run_id
+
+    def _reopen(self, line: dict[str, Any]) -> None:
+        """A run that an earlier process made goes on, or is replayed; its end is told by a line of its own."""
+        from mlflow.entities import RunTag
+
+        client = self._tracking.client
+        client.log_batch(self.run_id, tags=[RunTag("raykeel.owner", json.dumps(line["owner"]))])
+        client.update_run(self.run_id, status="RUNNING")
 
     def _send_is(self, line: dict[str, Any]) -> None:
         """The journal's own memory of what the store called the run."""

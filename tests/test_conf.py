@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 
 from pipelines import plan
 from pipelines.__main__ import from_make
-from pipelines.config import CONF, compose, compose_node, expand_sweep
+from pipelines.axes import axes_of, grid
+from pipelines.config import CONF, compose, compose_node
 from pipelines.mistakes import ConfigError
 from stages.contract import STAGES
 
@@ -174,9 +175,6 @@ def test_make_hands_overrides_over_unharmed() -> None:
 
 
 def test_a_sweep_is_hydras_grid() -> None:
-    assert expand_sweep(["a=1,2", "b=x", "c=range(0,2)"]) == [
-        ["a=1", "b=x", "c=0"],
-        ["a=1", "b=x", "c=1"],
-        ["a=2", "b=x", "c=0"],
-        ["a=2", "b=x", "c=1"],
-    ]
+    fixed, axes = axes_of(["a=1,2", "b=x", "c=range(0,2)"])
+    assert fixed == ["b=x"]
+    assert grid(axes) == [["a=1", "c=0"], ["a=1", "c=1"], ["a=2", "c=0"], ["a=2", "c=1"]]
