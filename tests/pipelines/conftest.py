@@ -1,10 +1,14 @@
-"""A state root with an MLflow store in it, for tests that run pipelines of stub stages."""
+"""A state root with an MLflow store in it, for tests that run pipelines of stub stages, and a world to keep house in."""
 
 import shutil
+import uuid
 from pathlib import Path
 
 import mlflow
 import pytest
+
+from tests.pipelines.stored import World
+from tests.services import Service
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +24,16 @@ def fresh_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state(tmp_path: Path, fresh_mlflow: Path) -> Path:
     shutil.copytree(fresh_mlflow, tmp_path / "state")
     return tmp_path / "state"
+
+
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.slow)])
+def world(request: pytest.FixtureRequest, fresh_mlflow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A store of each kind and a registry, both empty; `make gc` keeps the last run only."""
+    root = None
+    if request.param == "s3":
+        server: Service = request.getfixturevalue("s3")
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RAYKEEL_CACHE", str(tmp_path / "cache"))
+        root = f"s3://store/{uuid.uuid4().hex}"
+    return World.make(fresh_mlflow, tmp_path / "state", root, keep_runs=1)

@@ -15,13 +15,6 @@ from pipelines.ledger import home_of_records
 from pipelines.store import Record, Store
 
 
-def empty_registry(place: Path) -> Path:
-    """State root with a SQLite store whose schema is made (2 s): made once, copied for each test."""
-    (place / "mlflow").mkdir(parents=True)
-    mlflow.MlflowClient(f"sqlite:///{place / 'mlflow' / 'mlflow.db'}").search_experiments()
-    return place
-
-
 @dataclass
 class World:
     """A state root and a store, and few words to fill them."""
@@ -38,6 +31,12 @@ class World:
         return cls(app, opened)
 
     @property
+    def overrides(self) -> list[str]:
+        """For the command line: this state root and this store."""
+        root = self.app.store.root
+        return [f"state={self.app.state}", *([f"store.root={root}"] if root else [])]
+
+    @property
     def client(self) -> mlflow.MlflowClient:
         return mlflow.MlflowClient(f"sqlite:///{self.app.state_root / 'mlflow' / 'mlflow.db'}")
 
@@ -52,6 +51,7 @@ class World:
         staged = self.store.staging_directory(fingerprint)
         staged.mkdir(parents=True)
         for name, data in {"data.bin": value.encode(), **(files or {})}.items():
+            (staged / name).parent.mkdir(exist_ok=True)
             (staged / name).write_bytes(data)
         meta = {"stage": stage, "started_at": "2026-11-30 12:00:00", "seconds": 1.0}
         with Lease.acquire(self.store.bucket, fingerprint, lambda who: None, 1.0) as lease:

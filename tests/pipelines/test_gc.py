@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -15,24 +14,7 @@ from pipelines import gc, pins
 from pipelines.console import Console
 from pipelines.lease import Lease, identity
 from pipelines.store import Record
-from tests.pipelines.stored import World, empty_registry
-from tests.services import Service
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return empty_registry(tmp_path_factory.mktemp("template") / "state")
-
-
-@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.slow)])
-def world(request: pytest.FixtureRequest, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    root = None
-    if request.param == "s3":
-        server: Service = request.getfixturevalue("s3")
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        root = f"s3://store/{uuid.uuid4().hex}"
-    return World.make(template, tmp_path / "state", root, keep_runs=1)
+from tests.pipelines.stored import World
 
 
 def collect(world: World) -> gc.Plan:
@@ -105,17 +87,16 @@ def test_a_pinned_run_and_a_pinned_model_stay_until_they_are_unpinned(
     world.version("lm", model, "candidate")
     run = world.run(made)
     world.run(last)
-    overrides = [f"state={world.app.state}", *([f"store.root={world.app.store.root}"] if world.app.store.root else [])]
     for what in ("models:/lm@candidate", run):
         monkeypatch.setenv("WHAT", what)
-        assert pins.pin(Console(), overrides, None) == 0
+        assert pins.pin(Console(), world.overrides, None) == 0
     world.client.delete_registered_model_alias("lm", "candidate")
     found = collect(world)
     assert world.objects() == {model.digest, made.digest, last.digest}
     assert any(label.startswith("pin lm-1 (") for label in found.kept[model.digest])
     for what in ("lm-1", run):
         monkeypatch.setenv("WHAT", what)
-        assert pins.unpin(Console(), overrides, None) == 0
+        assert pins.unpin(Console(), world.overrides, None) == 0
     collect(world)
     assert world.objects() == {last.digest}
 
@@ -227,19 +208,18 @@ def test_the_command_shows_first_and_removes_on_request(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = world.result("train", "x" * 5000)
-    overrides = [f"state={world.app.state}", *([f"store.root={world.app.store.root}"] if world.app.store.root else [])]
-    assert gc.gc(Console(), overrides, None) == 0
+    assert gc.gc(Console(), world.overrides, None) == 0
     said = capsys.readouterr().out
     assert "nothing was: make gc APPLY=1" in said and gone.digest[:24] in said and "train, made 2026-11-30" in said
     assert world.objects() == {gone.digest}
     monkeypatch.setenv("APPLY", "1")
-    assert gc.gc(Console(), overrides, None) == 0
+    assert gc.gc(Console(), world.overrides, None) == 0
     assert world.objects() == set()
 
 
-def test_a_kill_during_collection_leaves_nothing_that_lies(template: Path, tmp_path: Path) -> None:
+def test_a_kill_during_collection_leaves_nothing_that_lies(fresh_mlflow: Path, tmp_path: Path) -> None:
     """Killed at the first removal of bytes: no record names what is gone, and the next collection finishes."""
-    world = World.make(template, tmp_path / "state", keep_runs=0)
+    world = World.make(fresh_mlflow, tmp_path / "state", keep_runs=0)
     for n in range(4):
         world.result("train", f"model {n}", files={f"part-{m}": b"x" * 1000 for m in range(20)})
     script = (
