@@ -163,6 +163,7 @@ class Bucket:
 
     def upload(self, directory: Path, names: Iterable[str], prefix: str) -> None:
         """Store files of a directory under `prefix/<name>`, several at once; large ones in parts."""
+        self.prepare()
 
         def one(name: str) -> None:
             try:
