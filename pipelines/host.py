@@ -76,13 +76,12 @@ def _run(job: Job, said: "queue.SimpleQueue[tuple[Any, ...]]") -> None:
     try:
         here.staged.mkdir(parents=True)
         with _mirrored(Bucket(job.app.store_root, single_writer=job.app.store.single_writer), here.work):
-            deposit = execute(here, emit)
-        said.put(("deposit", deposit))
+            last: tuple[Any, ...] = ("deposit", execute(here, emit))
     except BaseException as error:
         logging.getLogger(__name__).error("%s failed", job.name, exc_info=error)
-        said.put(("failed", portable(error)))
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+        last = ("failed", portable(error))
+    shutil.rmtree(place, ignore_errors=True)  # before the last word: this process ends with it
+    said.put(last)
 
 
 @contextlib.contextmanager
