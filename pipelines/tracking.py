@@ -304,6 +304,9 @@ class MlflowRegistry(RegistryReader):
         return self._patiently(make, f"models:/{name}: no version was made")
 
     def set_alias(self, name: str, alias: str, version: int) -> None:
+        from pipelines.attempt import die_if_asked
+
+        die_if_asked(alias, "before-alias")
         self._patiently(
             lambda: self._client.set_registered_model_alias(name, alias, str(version)),
             f"models:/{name}@{alias}: the alias was not moved to version {version}",
