@@ -64,32 +64,6 @@ def config(console: Console, overrides: list[str], conf: str | None) -> int:
     return 0
 
 
-def status(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import cluster
-    from pipelines.registry import ALIASES, RegistryReader, tracking_uri
-    from pipelines.store import Store
-    from stages.serving.endpoint import ask_ready
-
-    app = compose(overrides, conf)
-    head, endpoint = cluster.running_head(app.state_root), cluster.endpoint_record(app.state_root)
-    served = "none"
-    if endpoint:
-        answers = "answers" if ask_ready(endpoint["base_url"]) else "does not answer: make run deploys it again"
-        served = f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1, {answers}"
-    registry = RegistryReader(tracking_uri(app.tracking.uri, app.state_root))
-    aliases = {alias: registry.alias(app.name, alias) for alias in ALIASES}
-    used = sum(entry.bytes for entry in Store.open(app).bucket.entries(""))
-    console.table(
-        [
-            ("Ray head", f"process {head['pid']}" if head else "not running"),
-            ("endpoint", served),
-            (f"models:/{app.name}", ", ".join(f"{a} = {v}" for a, v in aliases.items() if v) or "no version"),
-            ("store", f"{app.store_root} ({used / 2**20:.1f} MB)"),
-        ]
-    )
-    return 0
-
-
 def ask(console: Console, overrides: list[str], conf: str | None) -> int:
     from pipelines import cluster
     from stages.contract import ResourcesUnavailable

@@ -86,6 +86,10 @@ class Console:
                 self.bars.stop()
                 self._bars = None
 
+    def verdict(self, mark: str, text: str) -> None:
+        """A plain line behind a coloured word."""
+        self.out.print(f"{mark} {escape(text)}", soft_wrap=True)
+
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Two aligned columns."""
         width = max(len(label) for label, _ in rows)
