@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.config import redacted
-from pipelines.lease import identity
+from pipelines.lease import identity, is_alive
 from stages.artifacts import Artifact
 
 DATASET_DIGEST_LIMIT = 36
@@ -212,6 +212,12 @@ def journal_lines(path: Path) -> list[dict[str, Any]]:
             except ValueError:
                 break
     return lines if lines and lines[0].get("op") == "create" else []
+
+
+def left_behind(spool: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
+    """Journals of processes that are gone, with their lines."""
+    found = [(path, journal_lines(path)) for path in spool.glob("*.jsonl")]
+    return [(path, lines) for path, lines in found if lines and not is_alive(lines[0]["owner"])]
 
 
 def _now_ms() -> int:

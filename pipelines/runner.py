@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipelines import ledger, plan, report
+from pipelines import ledger, plan, report, room
 from pipelines.attempt import Attempt
 from pipelines.config import AppConfig, OnFailure, plain, redacted
 from pipelines.console import StageLine
@@ -27,9 +27,7 @@ from pipelines.session import PlanResolver, Session, Terminated, planned
 from pipelines.store import IntegrityError, Record, Store
 from stages.artifacts import Artifact, ArtifactError
 from stages.contract import ResourcesUnavailable, StageError
-from stages.storage.bucket import free_mb
 
-FREE_DISK_MB = 200
 RETRY_WAIT_LIMIT_S = 60.0
 STOP_PATIENCE_S = 12.0
 """For all running steps together: their workers get 8 s, MLflow 3 s."""
@@ -53,10 +51,12 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
     console.plan(app.name, steps, plan.announcements(steps, app.state_root))
     if all(step.action == "reuse" for step in steps):
         console.line(f"0 of {len(steps)} stages to run: nothing changed.")
+        session.tidy(app.name)
         return outcome
-    _require_room(store)
+    needs_ray = any(step.needs_ray and step.action != "reuse" for step in steps)
+    room.require(app, store, ray=needs_ray)
     store.sweep_staging()
-    session.warm_up(ray=any(step.needs_ray and step.action != "reuse" for step in steps))
+    session.warm_up(ray=needs_ray)
     name = session.point.name if session.point else f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
     parent = session.tracking(app.name).start_parent(
         name, {"raykeel.kind": "pipeline", **(tags or {})}, session.point.sweep if session.point else None
@@ -275,17 +275,3 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, MayPass | ResourcesUnavailable):
         return True
     return not isinstance(error, StageError | ArtifactError | ConfigError | IntegrityError | LeaseLost)
-
-
-def _require_room(store: Store) -> None:
-    try:
-        store.prepare()
-    except OSError as error:
-        raise ConfigError(
-            f"store.root={store.root}: {store.scratch} cannot be written ({error.strerror}); choose another with store.root=<directory>"
-        ) from error
-    free = free_mb(store.scratch)
-    if free < FREE_DISK_MB:
-        raise ResourcesUnavailable(
-            f"{store.scratch}: {free} MB free, at least {FREE_DISK_MB} MB are needed; free some or set store.root=<directory>"
-        )

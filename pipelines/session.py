@@ -13,14 +13,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from pipelines import cluster, plan
-from pipelines.config import AppConfig, ClusterMode
+from pipelines.config import AppConfig, ClusterMode, redacted
 from pipelines.console import Console
+from pipelines.journal import left_behind
 from pipelines.plan import Step
 from pipelines.pool import Pool, kill_all
 from pipelines.recorder import Point
 from pipelines.registry import RegistryReader, tracking_uri
 from pipelines.store import Store
-from stages.contract import StageError
+from stages.contract import ResourcesUnavailable, StageError
 from stages.storage.bucket import local_path
 
 
@@ -118,8 +119,21 @@ class Session:
         if name not in self._tracking:
             uri = tracking_uri(self.app.tracking.uri, self.app.state_root)
             place = None if local_path(self.app.store_root) else f"{self.app.store_root}/mlflow"
-            self._tracking[name] = Tracking(uri, self.app.state_root, name, self.app.tracking.timeout_s, place)
+            timeout_s = self.app.tracking.timeout_s
+            self._tracking[name] = Tracking(uri, self.app.state_root, name, timeout_s, place, self._maker_of)
         return self._tracking[name]
+
+    def tidy(self, experiment: str) -> None:
+        """Close in MLflow what a killed run left open, for an invocation that has nothing else to record. Light when there is nothing."""
+        uri = redacted(tracking_uri(self.app.tracking.uri, self.app.state_root))
+        if any(lines[0]["uri"] == uri for _, lines in left_behind(self.app.state_root / "spool")):
+            with contextlib.suppress(ResourcesUnavailable):  # the next run that does something says so
+                self.tracking(experiment)
+
+    def _maker_of(self, fingerprint: str) -> str | None:
+        """Id of the MLflow run that published a result."""
+        record, _ = Store.open(self.app).find(fingerprint)
+        return record.meta.get("run_id") if record else None
 
 
 @contextlib.contextmanager

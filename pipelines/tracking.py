@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipelines.config import plain, redacted
-from pipelines.journal import Run, journal_lines
+from pipelines.journal import Run, journal_lines, left_behind
 from pipelines.lease import identity, is_alive
 from pipelines.registry import RegistryReader, fetch
 from stages.artifacts import Artifact
@@ -42,10 +42,20 @@ _log = logging.getLogger(__name__)
 class Tracking:
     """An open MLflow store, with this project's experiment."""
 
-    def __init__(self, uri: str, state: Path, experiment: str, timeout_s: float, artifacts: str | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        state: Path,
+        experiment: str,
+        timeout_s: float,
+        artifacts: str | None = None,
+        maker_of: Callable[[str], str | None] = lambda fingerprint: None,
+    ) -> None:
         """Opens the store; raises ResourcesUnavailable within about `timeout_s` when a server does not answer. `artifacts` is
-        the URI below which a new experiment of a local store keeps its files; default: the state directory."""
+        the URI below which a new experiment of a local store keeps its files; default: the state directory. `maker_of` gives
+        the id of the run that published the result of a fingerprint."""
         self.uri = uri
+        self._maker_of = maker_of
         self.spool = state / "spool"
         self.spool.mkdir(parents=True, exist_ok=True)
         server = uri.startswith("http")
@@ -114,12 +124,8 @@ class Tracking:
 
     def _replay(self) -> None:
         """Send what earlier processes could not, oldest first, so that a parent exists before its children; texts last."""
-        left = []
-        for path in self.spool.glob("*.jsonl"):
-            lines = journal_lines(path)
-            if lines and not is_alive(lines[0]["owner"]) and lines[0]["uri"] == redacted(self.uri):
-                left.append((lines[0]["at"], path, lines))
-        for _, path, lines in sorted(left, key=lambda item: item[0]):
+        left = [item for item in left_behind(self.spool) if item[1][0]["uri"] == redacted(self.uri)]
+        for path, lines in sorted(left, key=lambda item: item[1][0]["at"]):
             sender = Sender(self, path)
             sender.run_id = next((line["run_id"] for line in lines if line["op"] == "is"), None)
             try:
@@ -142,8 +148,13 @@ class Tracking:
                 if len(made) > 1 and not run.data.metrics and not run.data.params:
                     self.client.delete_run(run.info.run_id)  # made twice: the request came through, its answer did not
                     continue
-                self.client.set_tag(run.info.run_id, "raykeel.ended", "its process was gone; closed by a later run")
-                self.client.set_terminated(run.info.run_id, "KILLED")
+                fingerprint = run.data.tags.get("raykeel.fingerprint")
+                published = bool(fingerprint) and self._maker_of(fingerprint) == run.info.run_id
+                how = "after its result was published" if published else "before it ended"
+                self.client.set_tag(
+                    run.info.run_id, "raykeel.ended", f"its process was gone {how}; closed by a later run"
+                )
+                self.client.set_terminated(run.info.run_id, "FINISHED" if published else "KILLED")
         except Exception as error:  # an untidy list is no reason not to run
             _log.warning("runs left RUNNING could not be looked for: %s", redacted(str(error)))
 
