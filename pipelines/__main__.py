@@ -93,6 +93,7 @@ def _verdict(error: BaseException) -> tuple[int | None, str]:
     from pipelines.store import IntegrityError
     from stages.artifacts import ArtifactError
     from stages.contract import GateRefused, ResourcesUnavailable, StageError
+    from stages.storage.bucket import BucketError
 
     if isinstance(error, SystemExit):
         return None, ""
@@ -109,6 +110,7 @@ def _verdict(error: BaseException) -> tuple[int | None, str]:
         (ArtifactError, 2),
         (IntegrityError, 6),
         (LeaseLost, 6),
+        (BucketError, 5),
     ]
     for kind, code in codes:
         if isinstance(error, kind):

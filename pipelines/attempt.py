@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import fingerprint as fp
+from pipelines import room
 from pipelines.config import ROOT, AppConfig, plain
 from pipelines.console import StageLine
 from pipelines.digests import sha256_text
@@ -83,10 +84,7 @@ class Attempt:
         except Exception as error:
             child.set_tags({"raykeel.error": str(error)[:500]})
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StageError(
-                    f"{step.name}: no space left under {store.root} ({free_mb(store.scratch)} MB free): free some, or set "
-                    f"store.root=<directory on another disk>, and run again"
-                ) from error
+                raise StageError(f"{step.name}: {room.full(self.app, store)}") from error
             raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)

@@ -31,7 +31,7 @@ from pipelines import cluster
 from pipelines.config import ROOT, AppConfig, ClusterConfig, ClusterMode, compose, redacted
 from pipelines.console import Console
 from pipelines.registry import fetch, tracking_uri
-from pipelines.runner import FREE_DISK_MB
+from pipelines.room import FREE_DISK_MB
 from pipelines.store import Store
 from stages.contract import ResourcesUnavailable
 from stages.storage.bucket import BucketError

@@ -112,7 +112,7 @@ def card(store: Store, name: str, number: int, digest: str) -> str:
 
 def _origin(record: Record) -> list[str]:
     meta, git = record.meta, record.meta.get("git") or {}
-    code = f"commit `{git['commit']}`" + (" with changes that were not committed" if git.get("dirty") else "")
+    code = f"commit `{git.get('commit')}`" + (" with changes that were not committed" if git.get("dirty") else "")
     lines = [
         f"- made by `{record.payload.get('stage')}` at {meta.get('started_at')} in {meta.get('seconds')} s",
         f"- {code}" if git.get("commit") else "- made outside a git checkout",

@@ -20,16 +20,16 @@ def start(app: AppConfig) -> None:
     directory = app.state_root / "logs"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(
+            filename=directory / "driver.log",
+            level=logging.INFO,
+            format="%(asctime)s %(name)s %(levelname)s %(message)s",
+            force=True,
+        )
     except OSError as error:
         raise ConfigError(
             f"state={app.state}: {directory} cannot be written ({error.strerror}); choose another with state=<directory>"
         ) from error
     _logs.append(directory)
-    logging.basicConfig(
-        filename=directory / "driver.log",
-        level=logging.INFO,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-        force=True,
-    )
     logging.captureWarnings(True)
     warnings.simplefilter("default")

@@ -5,6 +5,7 @@ All promises about publication rest on `create` (create-if-absent) alone; `probe
 endpoints of object stores come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), as for every other tool.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -213,7 +214,11 @@ class Bucket:
     def _error(self, what: str, key: str, error: Exception) -> BucketError:
         said = str(error).partition("\n")[0]
         number = re.search(r"\(os error (\d+)\)", str(error))  # the backend's errors carry no errno of their own
-        raised = BucketError(f"{self.uri}/{key}: cannot {what} ({said})")
+        full = number is not None and int(number[1]) in (errno.ENOSPC, errno.EDQUOT) and self.directory is not None
+        room = (
+            f"; {free_mb(self.directory)} MB free: free some (make gc) and run again" if full and self.directory else ""
+        )
+        raised = BucketError(f"{self.uri}/{key}: cannot {what} ({said}){room}")
         raised.errno = int(number[1]) if number else None
         return raised
 

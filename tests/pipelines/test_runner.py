@@ -153,7 +153,7 @@ def test_a_failed_stage_publishes_nothing_and_mlflow_says_failed(
 
 def test_a_disk_that_fills_during_a_stage_is_named_with_what_is_left(state: Path) -> None:
     with pytest.raises(
-        StageError, match=r"double: no space left under .*store \(\d+ MB free\): free some, or set store\.root"
+        StageError, match=r"double: no space left in .*store \(\d+ MB free\): free some \(make gc\), or set store\.root"
     ):
         go(app_of(state, double={"trouble": "full"}))
     assert set(published(state)) == {"make"} and list((state / "store" / "staging").iterdir()) == []
