@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from pipelines.config import ROOT
+from pipelines.lease import Slots
+from pipelines.store import Store
+from stages.storage.bucket import Bucket
 from tests.e2e.project import SMALL, Project
 
 DATA = ["run.until=ingest", "run.limit=50"]
@@ -29,8 +32,21 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 def records(project: Project) -> set[str]:
     """Names of the stages that have a published result."""
-    found = (project.state / "store" / "records").glob("*.json")
-    return {json.loads(path.read_text())["payload"]["stage"] for path in found}
+    return set(digests(project))
+
+
+def digests(project: Project) -> dict[str, str]:
+    """Stage -> digest of its published result."""
+    root = project.state / "store"
+    if not root.exists():
+        return {}
+    return {r.payload["stage"]: r.digest for r in Store(root.as_uri(), root).records()}
+
+
+def held(project: Project) -> list[str]:
+    """Results that somebody is making, as their leases say."""
+    bucket = Bucket((project.state / "store").as_uri())
+    return [f for f in bucket.children("results") if Slots.of(bucket, f).holder() is not None]
 
 
 def test_an_unknown_key_exits_with_1_and_starts_nothing(project: Project) -> None:
@@ -118,17 +134,32 @@ def test_ctrl_c_in_training_ends_in_15_seconds_and_what_served_still_serves(proj
     run = start(project, *SMALL, "stages.train.max_steps=5000")
     wait_for_step(project, run)
     assert training_processes(project)  # the control: there is something to leave behind
+    (worker,) = psutil.Process(run.pid).children()
+    assert held(project)
     begun = time.monotonic()
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=15) == 130
     assert time.monotonic() - begun < 15
     assert project.ready() == served
     assert list((project.state / "store" / "staging").iterdir()) == []
-    assert list((project.state / "store" / "leases").glob("*.json")) == []
+    assert held(project) == []
+    assert not psutil.pid_exists(worker.pid)
     assert not training_processes(project)
     assert left_on_the_cluster(project) == {"groups": [], "cpus": 3.5}  # 4, less what the endpoint holds
     killed = [r for r in project.runs("quickstart") if r.info.status == "KILLED"]
     assert {r.data.tags["mlflow.runName"].split()[0] for r in killed} == {"quickstart", "train"}
+    # The same again, by somebody who does not wait: 3 s, and Ray itself clears away what its dead driver had.
+    before = len(metric_lines(project))
+    run = start(project, *SMALL, "stages.train.max_steps=5000")
+    wait_for_step(project, run, before + 2)
+    assert training_processes(project)
+    run.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=15) == 130 and time.monotonic() - begun < 3
+    assert left_on_the_cluster(project) == {"groups": [], "cpus": 3.5}
+    assert not training_processes(project) and project.ready() == served
 
 
 @pytest.mark.ray
@@ -150,11 +181,7 @@ def test_a_killed_driver_resumes_and_ends_with_the_weights_of_an_undisturbed_run
     finally:
         other.cli("down", check=None)
 
-    def digest(of: Project) -> str:
-        found = [json.loads(p.read_text()) for p in (of.state / "store" / "records").glob("*.json")]
-        return str(next(r["digest"] for r in found if r["payload"]["stage"] == "train"))
-
-    assert digest(project) == digest(other)
+    assert digests(project)["train"] == digests(other)["train"]
     assert "RUNNING" not in {r.info.status for r in project.runs("quickstart")}
 
 
@@ -163,15 +190,18 @@ def start(project: Project, *overrides: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def metric_lines(project: Project) -> list[str]:
+    """What training has written of its loss, over all attempts."""
+    files = project.state.glob("store/work/*/metrics.jsonl")
+    return [line for path in files for line in path.read_text().splitlines() if '"loss"' in line]
+
+
 def wait_for_step(project: Project, run: "subprocess.Popen[bytes]", at_least: int = 2) -> None:
     """Until training has written its n-th line of metrics."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert run.poll() is None, "the run ended before it trained"
-        lines = [
-            line for path in project.state.glob("store/work/*/metrics.jsonl") for line in path.read_text().splitlines()
-        ]
-        if sum('"loss"' in line for line in lines) >= at_least:
+        if len(metric_lines(project)) >= at_least:
             return
         time.sleep(0.2)
     raise AssertionError("training did not begin")
