@@ -32,7 +32,6 @@ from pipelines.watch import Watch
 from pipelines.worker import REGISTRY_CALLS, Job
 from stages.artifacts import MANIFEST, Artifact
 from stages.contract import StageError
-from stages.storage.bucket import free_mb
 
 
 @dataclass
@@ -212,6 +211,6 @@ def git() -> dict[str, str]:
 def die_if_asked(stage: str, point: str) -> None:
     """For fault tests only: RAYKEEL_KILL_AT=<stage>:<point> makes the driver kill itself there, as a lost machine would. Points:
     before-start, before-commit (deposited, not published), after-commit (published, MLflow not told), after-close; and
-<alias>:before-alias, with the version made and the alias not moved."""
+    <alias>:before-alias, with the version made and the alias not moved."""
     if os.environ.get("RAYKEEL_KILL_AT") == f"{stage}:{point}":
         os.kill(os.getpid(), signal.SIGKILL)
