@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines import cost
+from pipelines import cost, edges
 from pipelines import fingerprint as fp
 from pipelines.config import WAIVABLE, AppConfig
 from pipelines.mistakes import ConfigError, did_you_mean
@@ -92,9 +92,9 @@ def build(app: AppConfig) -> list[Step]:
         raise ConfigError("the pipeline has no stages: name some in its defaults list, for example `- /ingest: files`")
     steps = {name: Step(name, STAGES[type(cfg)], cfg) for name, cfg in app.stages.items()}
     for step in steps.values():
-        _check_edges(step, steps)
+        edges.check_edges(step, steps)
         step.upstream = [steps[name] for name in step.cfg.inputs.values()]
-    ordered = [steps[name] for name in _topological(steps)]
+    ordered = [steps[name] for name in edges.topological(steps)]
     for step in ordered:
         try:
             step.cfg.check(frozenset(step.cfg.inputs))
@@ -103,7 +103,7 @@ def build(app: AppConfig) -> list[Step]:
     _apply_limit(app, ordered)
     if app.run.until is not None:
         _known_stage("run.until", app.run.until, steps)
-        wanted = _ancestors(app.run.until, steps)
+        wanted = edges.ancestors(app.run.until, steps)
         ordered = [step for step in ordered if step.name in wanted]
     return ordered
 
@@ -155,7 +155,7 @@ def _accept(app: AppConfig, step: Step, store: Store) -> Record | None:
         return None
     recipe = fp.recipe(step.payload)
     for execution in reversed((step.last or {}).get("recent", [])):
-        record = store.find(execution["fingerprint"])[0] if execution["recipe"] == recipe else None
+        record = store.find(execution["fingerprint"])[0] if execution.get("recipe") == recipe else None
         if record and fp.without(record.payload, waived) == fp.without(step.payload, waived):
             changes = fp.differences(record.payload, step.payload)
             step.accepted = [f"{step.name}.{facet}: {_in_words(facet, found)}" for facet, found in changes.items()]
@@ -244,56 +244,6 @@ def summary(steps: list[Step]) -> str:
     return f"{words}; {spent}" + (" if all of these are made" if unknown and spent != cost.NO_HISTORY else "")
 
 
-def _check_edges(step: Step, steps: dict[str, Step]) -> None:
-    wanted = step.stage.inputs
-    for parameter, upstream in step.cfg.inputs.items():
-        where = f"stages.{step.name}.inputs.{parameter}"
-        if parameter not in wanted:
-            raise ConfigError(
-                f"{where}: {step.stage.name} has no such input{did_you_mean(parameter, list(wanted) or ['none'])}"
-            )
-        if upstream not in steps:
-            raise ConfigError(
-                f"{where}: no stage named '{upstream}' in this pipeline{did_you_mean(upstream, list(steps))}"
-            )
-        kind, made = wanted[parameter][0], steps[upstream].stage.output
-        if not issubclass(made, kind):
-            raise ConfigError(f"{where} wants {kind.__name__}, but {upstream} makes {made.__name__}")
-    for parameter, (kind, required) in wanted.items():
-        if required and parameter not in step.cfg.inputs:
-            raise ConfigError(
-                f"stages.{step.name}.inputs misses '{parameter}' ({kind.__name__}): "
-                f"add `inputs: {{{parameter}: <a stage that makes {kind.__name__}>}}`"
-            )
-
-
-def _topological(steps: dict[str, Step]) -> list[str]:
-    """Upstream first; among equals the order of the pipeline file."""
-    done: list[str] = []
-    on_path: list[str] = []
-
-    def visit(name: str) -> None:
-        if name in on_path:
-            raise ConfigError(f"the stages form a cycle: {' -> '.join([*on_path[on_path.index(name) :], name])}")
-        if name not in done:
-            on_path.append(name)
-            for upstream in steps[name].cfg.inputs.values():
-                visit(upstream)
-            on_path.pop()
-            done.append(name)
-
-    for name in steps:
-        visit(name)
-    return done
-
-
-def _ancestors(name: str, steps: dict[str, Step]) -> set[str]:
-    found = {name}
-    for upstream in steps[name].cfg.inputs.values():
-        found |= _ancestors(upstream, steps)
-    return found
-
-
 def _apply_limit(app: AppConfig, steps: list[Step]) -> None:
     if app.run.limit is None:
         return
@@ -313,7 +263,7 @@ def force(app: AppConfig, steps: list[Step]) -> None:
     if app.run.rerun_from is not None:
         _known_stage("run.rerun_from", app.run.rerun_from, by_name)
         for step in steps:
-            if app.run.rerun_from in _ancestors(step.name, by_name):
+            if app.run.rerun_from in edges.ancestors(step.name, by_name):
                 step.forced = f"asked for by run.rerun_from={app.run.rerun_from}"
     for waiver in app.run.accept:
         name = waiver.partition(".")[0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines import plan
+from pipelines import edges, plan
 from pipelines.config import AppConfig, RunConfig
 from pipelines.mistakes import ConfigError
 from stages.contract import StageConfig
@@ -46,7 +46,7 @@ def test_an_unknown_input_suggests_the_nearest_one() -> None:
 
 def test_a_cycle_is_drawn() -> None:
     with pytest.raises(ConfigError, match="the stages form a cycle: double -> again -> double"):
-        plan._topological(
+        edges.topological(
             {
                 name: plan.Step(name, plan.STAGES[DoubleConfig], DoubleConfig(inputs={"rows": other}))
                 for name, other in (("double", "again"), ("again", "double"))
