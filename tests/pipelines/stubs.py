@@ -122,6 +122,24 @@ def _wait(seconds: float) -> None:
         time.sleep(0.05)
 
 
+@dataclass(kw_only=True)
+class AskConfig(StageConfig):
+    cpus: int = 1
+    """CPUs that its one Ray task asks for."""
+
+
+@stage(ray=True)
+def ask(cfg: AskConfig, ctx: Context) -> Rows:
+    import ray
+
+    _count(ctx, "ask")
+    _note(ctx, f"x{cfg.cpus}", "begin")
+    value = ray.get(ray.remote(num_cpus=cfg.cpus)(lambda: os.getpid()).remote())
+    assert value != os.getpid()
+    _rows(ctx.output, cfg.cpus)
+    return Rows.write(ctx.output, {"value": cfg.cpus, "rows": 1})
+
+
 @stage()
 def judge(cfg: JudgeConfig, ctx: Context, corpus: Corpus) -> EvalReport:
     _count(ctx, "judge")

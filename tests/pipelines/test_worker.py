@@ -12,12 +12,21 @@ import psutil
 import pytest
 
 from pipelines import runner
-from pipelines.config import AppConfig, ClusterConfig, OnFailure, RunConfig
+from pipelines.config import AppConfig, ClusterConfig, ClusterMode, OnFailure, RunConfig
 from pipelines.lease import LeaseLost, Slots
 from pipelines.pool import MayPass
 from pipelines.store import Store
 from stages.contract import GateRefused, StageConfig, StageError, StageResources
-from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig, StubResources, events, executions, published
+from tests.pipelines.stubs import (
+    AskConfig,
+    DoubleConfig,
+    JudgeConfig,
+    MakeConfig,
+    StubResources,
+    events,
+    executions,
+    published,
+)
 from tests.pipelines.test_runner import app_of, client, go, runs
 
 
@@ -152,6 +161,30 @@ def test_silence_is_explained_and_ends_at_its_limit(state: Path, capsys: pytest.
     with pytest.raises(MayPass, match=r"double: no sign of it for 1\.5 s \(run\.stall_limit_s=1\.5\)"):
         go(app_of(state, run=run, double={"seconds": 30.0}))
     assert "double  nothing heard for 0 s: it says nothing" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_stage_that_nothing_moves_for_is_told_demand_and_supply_and_leaves_no_ray(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app(cpus: int) -> AppConfig:
+        ephemeral = ClusterConfig(mode=ClusterMode.ephemeral, num_cpus=2, object_store_mb=100)
+        run = RunConfig(quiet_after_s=3.0, stall_limit_s=12.0)
+        return AppConfig(
+            name="stub", state=str(state), run=run, cluster=ephemeral, stages={"ask": AskConfig(cpus=cpus)}
+        )
+
+    go(app(1))
+    before = {p.pid for p in psutil.process_iter()}
+    with pytest.raises(
+        MayPass, match=r"stall_limit_s=12\): waits for 1 x \{64 CPU\}; the cluster has 2 CPU \(2 free\)"
+    ):
+        go(app(64))
+    assert "nothing heard for 3 s: waits for 1 x {64 CPU}; the cluster has 2 CPU (2 free)" in capsys.readouterr().out
+    left = [p for p in psutil.process_iter() if p.pid not in before and "ray" in " ".join(p.cmdline())]
+    assert left == []
+    assert len({pid for _, _, _, pid in events(state)}) == 2 and not list((state / "cluster").glob("ephemeral-*"))
 
 
 def test_a_stopped_process_is_told_from_one_that_waits(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
