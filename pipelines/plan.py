@@ -177,6 +177,12 @@ def identify(app: AppConfig, step: Step, known: dict[str, str], resolver: Resolv
         step.changes = fp.difference(step.last["payload"], step.payload)
 
 
+def read_code(steps: list[Step]) -> None:
+    """Take the code digests of all steps now, before any of it is loaded: an edit made later is noticed (`attempt`)."""
+    for step in steps:
+        fp.code_digests(step.stage.function.__module__)
+
+
 def artifact(step: Step, record: Record, store: Store) -> Artifact:
     """The typed face of a published record."""
     return step.stage.output(uri=store.object_uri(record.digest), digest=record.digest)

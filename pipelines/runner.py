@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipelines import ledger, plan, report, room
+from pipelines import cluster, ledger, plan, report, room
 from pipelines.attempt import Attempt
 from pipelines.config import AppConfig, OnFailure, plain, redacted
 from pipelines.console import StageLine
@@ -53,6 +53,7 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         console.line(f"0 of {len(steps)} stages to run: nothing changed.")
         session.tidy(app.name)
         return outcome
+    plan.read_code(steps)
     needs_ray = any(step.needs_ray and step.action != "reuse" for step in steps)
     room.require(app, store, ray=needs_ray)
     store.sweep_staging()
@@ -136,7 +137,9 @@ class _Execution:
                     else:
                         self._fail(name, error)
                 self._begin()
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                cluster.give_up()
             for name in self.schedule.running:
                 self.steps[name].failure = plan.STOPPED
             self.schedule.stop(STOP_PATIENCE_S)
