@@ -1,6 +1,7 @@
 """`make verify` and `make status` on real stores with a real registry: what is broken is named by its file, what is sound is not."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pipelines.digests import sha256_file
 from pipelines.inventory import Inventory
 from pipelines.lease import Lease
 from pipelines.store import IntegrityError
+from stages.artifacts import ArtifactError, Checkpoint
 from tests.pipelines.stored import World
 
 
@@ -57,6 +59,40 @@ def test_each_damage_is_named_by_its_file_and_repaired_on_request(
     assert run_verify(world) is None
     assert world.store.find(victim.fingerprint) == (None, None) and world.objects() == {sound.digest}
     assert len(bucket.children("quarantine")) >= 1
+
+
+CHECKPOINT = {
+    "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
+    "model-00001-of-00002.safetensors": bytes(range(256)) * 256,
+    "model-00002-of-00002.safetensors": bytes(reversed(range(256))) * 256,
+    "model.safetensors.index.json": b"{}",
+    "tokenizer.json": b"{}",
+    "golden.json": b"[]",
+    "summary.json": b"{ }",
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "delete"])
+def test_every_file_of_a_checkpoint_is_checked_before_it_is_loaded(world: World, damage: str) -> None:
+    """By the run's own check; and what comes from an object store is hashed by the node that fetches it."""
+    for file in CHECKPOINT:
+        made = world.result("train", f"weights {file}", files=CHECKPOINT)
+        key, bucket = f"objects/{made.digest}/{file}", world.store.bucket
+        data = bytearray(bucket.get(key) or b"")
+        data[len(data) // 2] ^= damage == "flip"
+        if damage == "delete":
+            bucket.delete([key])
+        else:
+            bucket.put(key, bytes(data[: {"flip": len(data), "cut": -1, "empty": 0}[damage]]))
+        record, broken = world.store.find(made.fingerprint)
+        assert record is None and broken is not None and file in broken
+        if bucket.directory is None:
+            with pytest.raises(ArtifactError, match=re.escape(file)):
+                Checkpoint(uri=world.store.object_uri(made.digest), digest=made.digest).local()
+        world.store.set_aside(made.fingerprint)
+        again = world.result("train", f"weights {file}", files=CHECKPOINT)
+        assert again.digest == made.digest and world.store.find(made.fingerprint)[0] == again
 
 
 def test_bits_that_rot_under_an_unchanged_time_are_found(fresh_mlflow: Path, tmp_path: Path) -> None:
