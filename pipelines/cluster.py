@@ -33,6 +33,9 @@ START_TIMEOUT_S = 90.0
 SOCKET_ROOM = 45
 """A Unix socket's path may have 107 bytes, and Ray appends about 60 to its directory."""
 
+_starting: list["subprocess.Popen[bytes]"] = []
+"""Heads that this process is waiting for."""
+
 
 @dataclass(frozen=True)
 class Address:
@@ -130,6 +133,12 @@ def start_ahead(cfg: ClusterConfig, state: Path) -> None:
     quiet()
     with contextlib.suppress(ResourcesUnavailable, OSError):
         _head_address(cfg, state)
+
+
+def give_up() -> None:
+    """The run ends: whoever waits for a head to start waits no longer."""
+    for keeper in list(_starting):
+        keeper.kill()
 
 
 def quiet() -> None:
@@ -291,12 +300,16 @@ def _start_keeper(cfg: ClusterConfig, state: Path, *, ephemeral: bool = False) -
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": search, **_private_environment(state)},
         )
+    _starting.append(keeper)
     deadline = time.monotonic() + START_TIMEOUT_S
-    while keeper.poll() is None and time.monotonic() < deadline:
-        head = _read(record)
-        if head and is_alive(head):
-            return head
-        time.sleep(0.1)
+    try:
+        while keeper.poll() is None and time.monotonic() < deadline:
+            head = _read(record)
+            if head and is_alive(head):
+                return head
+            time.sleep(0.1)
+    finally:
+        _starting.remove(keeper)
     how = (
         f"ended with code {keeper.returncode}"
         if keeper.poll() is not None

@@ -86,7 +86,7 @@ class ClusterConfig:
     """The Ray cluster that stages run on. Never part of a fingerprint."""
 
     mode: ClusterMode = ClusterMode.local
-    """local: this project's own head, started on demand; ephemeral: inside this process; attach: the address below."""
+    """local: this project's own head, started on demand; ephemeral: one of this run alone; attach: the address below."""
     address: str | None = None
     """host:port of a running cluster, for mode attach. Never guessed from the environment."""
     num_cpus: int | None = None

@@ -81,11 +81,11 @@ class WorkerProcess:
                 return message
         except OSError as error:
             raise EOFError from error
-        if self._is_gone() and not self._connection.poll(0):
+        if self.is_gone() and not self._connection.poll(0):
             raise EOFError
         return None
 
-    def _is_gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Without waiting for it: until then its number, and that of its group, belongs to nobody else."""
         if self._process.returncode is not None:
             return True
@@ -105,7 +105,7 @@ class WorkerProcess:
         """No more jobs: it ends by itself."""
         self.send("leave")
         deadline = time.monotonic() + LEAVE_S
-        while not self._is_gone() and time.monotonic() < deadline:
+        while not self.is_gone() and time.monotonic() < deadline:
             time.sleep(0.005)
         self.kill()
 
@@ -137,6 +137,9 @@ class Pool:
     def take(self, ray: str | None) -> WorkerProcess:
         """A worker of one's own: for a Ray stage rather one that has joined that Ray, for another rather one that has not."""
         with self._lock:
+            for dead in [w for w in self._idle if w.is_gone()]:  # killed by somebody while it had nothing to do
+                self._idle.remove(dead)
+                dead.kill()
             usable = [worker for worker in self._idle if worker.on_ray in (None, ray) or ray is None]
             worker = min(usable, key=lambda w: w.on_ray != ray, default=None)
             if worker is not None:

@@ -13,8 +13,10 @@ import pytest
 
 from pipelines import runner
 from pipelines.config import AppConfig, ClusterConfig, ClusterMode, OnFailure, RunConfig
+from pipelines.console import Console
 from pipelines.lease import LeaseLost, Slots
 from pipelines.pool import MayPass
+from pipelines.session import Session
 from pipelines.store import Store
 from stages.contract import GateRefused, StageConfig, StageError, StageResources
 from tests.pipelines.stubs import (
@@ -242,6 +244,20 @@ def test_a_clock_that_goes_backwards_gives_no_negative_duration(state: Path, mon
     monkeypatch.undo()
     assert all(r.info.end_time >= r.info.start_time for r in runs(state))
     go(app_of(state, double={"seconds": 0.2}))
+    assert executions(state) == ["make", "double", "judge"]
+
+
+def test_a_worker_that_somebody_killed_while_it_was_idle_is_replaced(state: Path) -> None:
+    app = app_of(state)
+    with Session(app, Console()) as opened:
+        opened.pool.warm_up()
+        idle = opened.pool.take(None)
+        opened.pool.give_back(idle)
+        os.kill(idle.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not idle.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        runner.run(app, opened, "make run")
     assert executions(state) == ["make", "double", "judge"]
 
 
