@@ -223,6 +223,9 @@ class _Execution:
             work = store.work(step.fingerprint + (f"-{uuid.uuid4().hex[:8]}" if step.forced else ""))
             try:
                 step.record = self._attempts(step, share, line, lease, work)
+            except ArtifactError as error:
+                self._condemn_broken_inputs(step, error)
+                raise
             finally:
                 if step.forced:
                     shutil.rmtree(work, ignore_errors=True)
@@ -260,6 +263,20 @@ class _Execution:
                 line.note(f"attempt {number + 1} of {wanted.retries + 1} in {wait:g} s")
                 share.rest(wait)
         raise AssertionError("unreachable")
+
+    def _condemn_broken_inputs(self, step: Step, error: ArtifactError) -> None:
+        """A hit is checked by size and by time or tag; who reads a copy hashes it. What is found broken there is set aside, so that
+        the next run makes it again. Raises IntegrityError when an input was the reason."""
+        for upstream in sorted(set(step.cfg.inputs.values())):
+            made = self.steps[upstream]
+            assert made.record is not None
+            try:
+                self.store.verify(made.record.digest, deep=True)
+            except IntegrityError as broken:
+                place = self.store.set_aside(made.record.fingerprint)
+                raise IntegrityError(
+                    f"{step.name} read the result of {upstream}: {broken}; set aside in {place}: run again, it will be made again"
+                ) from error
 
     def _moved(self, step: Step, record: Record) -> str | None:
         return plan.world_moved(step, record, self.store, self.resolver.registry, self.app.state_root)
