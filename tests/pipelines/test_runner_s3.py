@@ -12,6 +12,8 @@ from tests.pipelines.stubs import executions
 from tests.pipelines.test_runner import app_of, client, go
 from tests.services import Service
 
+pytestmark = pytest.mark.slow  # every artifact that MLflow writes to S3 makes a client of its own: seconds a run
+
 
 @pytest.fixture
 def state(tmp_path: Path, s3: Service, monkeypatch: pytest.MonkeyPatch) -> Path:
