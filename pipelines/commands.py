@@ -31,27 +31,26 @@ def plan(console: Console, overrides: list[str], conf: str | None) -> int:
     import json
 
     from pipelines import plan as planning
-    from pipelines import session
+    from pipelines import reasons, session
 
     app = compose(overrides, conf)
     steps, _ = session.planned(app)
     if console.json:
-        sys.stdout.write(json.dumps(planning.as_json(app, steps), indent=1) + "\n")
+        sys.stdout.write(json.dumps(reasons.as_json(app, steps), indent=1) + "\n")
         return 0
     console.plan(app.name, steps, planning.announcements(steps, app.state_root))
-    console.line(planning.summary(steps))
+    console.line(reasons.summary(steps))
     return 0
 
 
 def why(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import plan as planning
-    from pipelines import session
+    from pipelines import reasons, session
 
     app = compose(overrides, conf)
     steps, _ = session.planned(app)
     for step in steps:
         console.line(f"{step.name}: {step.action}, {step.reason}")
-        for facet, state in planning.facet_lines(step):
+        for facet, state in reasons.facet_lines(step):
             console.line(f"    {facet.ljust(8)} {state}")
     return 0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines import cost, edges
+from pipelines import cost, edges, reasons
 from pipelines import fingerprint as fp
 from pipelines.config import WAIVABLE, AppConfig
 from pipelines.mistakes import ConfigError, did_you_mean
@@ -36,8 +36,8 @@ class Step:
     record: Record | None = None
     last: dict[str, Any] | None = None
     """What this stage was last made with: payload and meta (seconds, bytes, run_id)."""
-    changes: list[str] = field(default_factory=list)
-    """Field-level difference to `last`."""
+    changed: dict[str, list[str]] = field(default_factory=dict)
+    """Facet -> its differences to `last`, field by field; of an unknown step, all but its inputs."""
     forced: str | None = None
     """Why it runs although its result may be known: `run.rerun` or `run.rerun_from`."""
     upstream: list["Step"] = field(default_factory=list)
@@ -50,6 +50,10 @@ class Step:
     """Why its execution in this run gave no result."""
     expected: cost.Expected | None = None
     """What its execution should cost, from equal ones before; None when there were none."""
+
+    @property
+    def changes(self) -> list[str]:
+        return [change for changes in self.changed.values() for change in changes]
 
     @property
     def needs_ray(self) -> bool:
@@ -116,7 +120,8 @@ def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, 
         step.last = store.last(app.name, step.name)
         waiting = [up for up in step.cfg.inputs.values() if up not in known]
         if waiting:
-            step.action, step.reason = "unknown", f"until {', '.join(sorted(set(waiting)))} is made"
+            step.action, step.reason = "unknown", f"until {reasons.listed(sorted(set(waiting)))} made"
+            foresee(app, step, resolver)
         else:
             identify(app, step, known, resolver)
             decide_one(app, step, store, registry)
@@ -138,13 +143,13 @@ def decide_one(app: AppConfig, step: Step, store: Store, registry: Any) -> None:
         record = _accept(app, step, store)
     moved = world_moved(step, record, store, registry, app.state_root) if record else None
     if record is None or moved is not None:
-        step.action, step.reason, step.accepted = "run", broken or moved or why(step), []
+        step.action, step.reason, step.accepted = "run", broken or moved or reasons.why(step), []
     elif step.accepted:
         step.action, step.record = "reuse", dataclasses.replace(record, meta={**record.meta, "accepted": step.waivers})
         changes = "; ".join(waiver.partition(".")[2].replace(":", "") for waiver in step.accepted)
         step.reason = f"reused although {changes}: accepted by run.accept"
     else:
-        step.action, step.reason, step.record = "reuse", _since(record), record
+        step.action, step.reason, step.record = "reuse", reasons.since(record), record
 
 
 def _accept(app: AppConfig, step: Step, store: Store) -> Record | None:
@@ -158,7 +163,9 @@ def _accept(app: AppConfig, step: Step, store: Store) -> Record | None:
         record = store.find(execution["fingerprint"])[0] if execution.get("recipe") == recipe else None
         if record and fp.without(record.payload, waived) == fp.without(step.payload, waived):
             changes = fp.differences(record.payload, step.payload)
-            step.accepted = [f"{step.name}.{facet}: {_in_words(facet, found)}" for facet, found in changes.items()]
+            step.accepted = [
+                f"{step.name}.{facet}: {reasons.in_words(facet, found)}" for facet, found in changes.items()
+            ]
             return record
     return None
 
@@ -166,15 +173,31 @@ def _accept(app: AppConfig, step: Step, store: Store) -> Record | None:
 def identify(app: AppConfig, step: Step, known: dict[str, str], resolver: Resolver) -> None:
     """Compute payload and fingerprint of a step whose inputs' digests are known."""
     inputs = {parameter: known[upstream] for parameter, upstream in step.cfg.inputs.items()}
-    try:
-        sources = step.stage.sources(step.cfg, resolver) if step.stage.sources else {}
-        step.payload = fp.payload(step.stage, step.cfg, app.seed, inputs, sources)
-        step.fingerprint = fp.digest(step.payload)
-    except (StageError, TypeError, ValueError) as error:  # a missing source, or a value without a stable form
-        raise ConfigError(f"stages.{step.name}: {error}") from error
+    step.payload = _payload(app, step, inputs, resolver)
+    step.fingerprint = fp.digest(step.payload)
     step.inherited = [waiver for up in step.upstream for waiver in up.waivers]
     if step.last:
-        step.changes = fp.difference(step.last["payload"], step.payload)
+        step.changed = fp.differences(step.last["payload"], step.payload)
+
+
+def foresee(app: AppConfig, step: Step, resolver: Resolver) -> None:
+    """Of a step whose inputs are not made yet: the differences that are certain already."""
+    payload = _payload(app, step, {}, resolver)
+    if step.last:
+        step.changed = fp.differences(step.last["payload"], payload)
+        step.changed.pop("inputs", None)
+    if step.changed:
+        step.reason += f"; {reasons.shortened(step.changes)}"
+
+
+def _payload(app: AppConfig, step: Step, inputs: dict[str, str], resolver: Resolver) -> dict[str, Any]:
+    try:
+        sources = step.stage.sources(step.cfg, resolver) if step.stage.sources else {}
+        payload = fp.payload(step.stage, step.cfg, app.seed, inputs, sources)
+        fp.canonical(payload)
+    except (StageError, TypeError, ValueError) as error:  # a missing source, or a value without a stable form
+        raise ConfigError(f"stages.{step.name}: {error}") from error
+    return payload
 
 
 def read_code(steps: list[Step]) -> None:
@@ -204,50 +227,6 @@ def announcements(steps: Iterable[Step], state: Path) -> list[str]:
         if replaces and step.action != "reuse" and (served := replaces(step.cfg, state)):
             lines.append(f"{step.name} replaces {served}, which keeps serving until the new version answers")
     return lines
-
-
-def as_json(app: AppConfig, steps: list[Step]) -> dict[str, Any]:
-    """The plan for machines (`raykeel plan --json`), and `plan.json` of the MLflow parent run; docs/plan.md describes it."""
-    return {
-        "schema": 1,
-        "pipeline": app.name,
-        "seed": app.seed,
-        "accept": app.run.accept,
-        "steps": [
-            {
-                "name": s.name,
-                "stage": s.stage.name,
-                "action": s.action,
-                "reason": s.reason,
-                "changes": s.changes,
-                "accepted": s.accepted,
-                "fingerprint": s.fingerprint,
-                "inputs": s.cfg.inputs,
-                "digest": s.record.digest if s.record else None,
-                "source_run": s.record.meta.get("run_id") if s.record else None,
-                "seconds": s.record.meta.get("seconds") if s.record else None,
-                "bytes": s.record.meta.get("bytes") if s.record else None,
-                "expected_seconds": s.expected.seconds if s.expected else None,
-                "expected_bytes": s.expected.bytes if s.expected else None,
-            }
-            for s in steps
-        ],
-        "edges": [
-            {"from": up, "to": s.name, "parameter": parameter} for s in steps for parameter, up in s.cfg.inputs.items()
-        ],
-    }
-
-
-def summary(steps: list[Step]) -> str:
-    """ "3 of 6 stages to run, 2 to be decided when their inputs are made; about 95 s, 12 MB"."""
-    run, unknown = ([s for s in steps if s.action == action] for action in ("run", "unknown"))
-    if not run and not unknown:
-        return f"0 of {len(steps)} stages to run: nothing changed"
-    words = f"{len(run)} of {len(steps)} stages to run"
-    if unknown:
-        words += f", {len(unknown)} to be decided when their inputs are made"
-    spent = cost.total([s.expected for s in (*run, *unknown)])
-    return f"{words}; {spent}" + (" if all of these are made" if unknown and spent != cost.NO_HISTORY else "")
 
 
 def _apply_limit(app: AppConfig, steps: list[Step]) -> None:
@@ -281,34 +260,3 @@ def force(app: AppConfig, steps: list[Step]) -> None:
 def _known_stage(field_name: str, name: str, steps: dict[str, Step]) -> None:
     if name not in steps:
         raise ConfigError(f"{field_name}={name}: no stage of that name in this run{did_you_mean(name, list(steps))}")
-
-
-def why(step: Step) -> str:
-    """In one line, why a step has to run."""
-    if step.last is None:
-        return "never made"
-    if not step.changes:
-        return "its record is gone"
-    return "; ".join(step.changes[:3]) + (
-        f"; and {len(step.changes) - 3} more (make why)" if len(step.changes) > 3 else ""
-    )
-
-
-def facet_lines(step: Step) -> list[tuple[str, str]]:
-    """For `make why`: (facet, change) for every change since the last result, then the facets that are as they were."""
-    if step.payload is None or step.last is None:
-        return []
-    changed = fp.differences(step.last["payload"], step.payload)
-    lines = [(facet, _in_words(facet, [change])) for facet, found in changed.items() for change in found]
-    same = [facet for facet in fp.FACETS if facet not in changed]
-    since = step.last["meta"].get("started_at", "the last time")
-    return [*lines, ("as before", f"{', '.join(same)} (compared with {since})")] if same else lines
-
-
-def _in_words(facet: str, changes: list[str]) -> str:
-    """Changes of one facet, whose name is said already."""
-    return "; ".join(change.removeprefix(facet).lstrip(" .") for change in changes)
-
-
-def _since(record: Record) -> str:
-    return f"made {record.meta.get('started_at', 'earlier')}"

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines import cost, drawing, plan
+from pipelines import cost, drawing, plan, reasons
 from pipelines.config import AppConfig
 from pipelines.plan import Step
 from pipelines.store import Store
@@ -61,7 +61,7 @@ def log(app: AppConfig, steps: list[Step], store: Store, parent: Any, status: st
     facts = gather(app, steps, store, status, problem, command)
     parent.set_tags({"mlflow.note.content": markdown(facts), "raykeel.verdict": facts.verdict[:250]})
     parent.log_text(page(facts), "report.html")
-    parent.log_text(json.dumps(plan.as_json(app, steps), indent=1), "plan.json")
+    parent.log_text(json.dumps(reasons.as_json(app, steps), indent=1), "plan.json")
     numbers = {k: v for k, v in facts.of(EvalReport).get("metrics", {}).items() if isinstance(v, int | float)}
     if numbers:
         parent.log_metrics(numbers)

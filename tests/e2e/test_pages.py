@@ -112,6 +112,8 @@ def test_the_report_is_one_self_contained_page_with_the_loss_curve(project: Proj
     assert page.locator("script").count() == 0
     expect(page.locator("h1")).to_have_text("quickstart")
     expect(page.locator(".verdict")).to_contain_text("PASSED")
+    stages = page.locator(".dag svg[role=img] .node .name")
+    assert stages.all_text_contents()[:3] == ["ingest", "clean", "tokenize"] and stages.count() == 9
     points = page.locator("svg polyline").first.get_attribute("points") or ""
     assert len(points.split()) == 30
     assert page.locator("dl.sample").count() == 10

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelines import cost, plan, session
+from pipelines import cost, reasons, session
 from pipelines.__main__ import main
 from pipelines.config import RunConfig
 from tests.pipelines.test_runner import app_of, go
@@ -81,7 +81,7 @@ def test_a_repeat_takes_what_was_expected_within_30_percent_and_gives_as_many_by
         # Of a stage of some length; what a moment takes is told to a second.
         assert abs(guess.seconds - step.record.meta["seconds"]) <= (0.3 * guess.seconds if step.name == "double" else 1)
         assert guess.bytes == step.record.meta["bytes"] > 0
-    words = plan.summary(session.planned(again)[0])
+    words = reasons.summary(session.planned(again)[0])
     decided = "1 of 3 stages to run, 2 to be decided when their inputs are made"
     assert re.fullmatch(rf"{decided}; about [1-4]\.\d s, \d+ B if all of these are made", words), words
 
@@ -118,10 +118,12 @@ def test_the_plan_for_machines_is_complete_and_alone_on_stdout(
 
 
 def test_why_names_every_facet(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from pipelines.plan import facet_lines
+    from pipelines.reasons import facet_lines
 
     go(app_of(state))
     steps = {step.name: step for step in session.planned(app_of(state, seed=4, make={"value": 9}))[0]}
     assert facet_lines(steps["make"])[:2] == [("config", "value 1 -> 9"), ("seed", "0 -> 4")]
+    assert steps["double"].reason == "until make is made; seed 0 -> 4"  # that much is certain already
+    assert facet_lines(steps["double"])[:2] == [("seed", "0 -> 4"), ("inputs", "not known until make is made")]
     facet, rest = facet_lines(steps["make"])[2]
     assert facet == "as before" and rest.startswith("inputs, sources, code, env, schema (compared with 20")

@@ -11,7 +11,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from pipelines import plan, runner, session
+from pipelines import reasons, runner, session
 from pipelines.config import AppConfig, RunConfig
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
@@ -246,7 +246,7 @@ def test_plan_says_run_reuse_and_unknown_with_the_field_that_changed(state: Path
     assert [(s.name, s.action) for s in steps] == [("make", "reuse"), ("double", "run"), ("judge", "unknown")]
     assert steps[1].reason == "config.factor 2 -> 9"
     assert steps[2].reason == "until double is made"
-    assert plan.as_json(app_of(state), steps)["steps"][1]["changes"] == ["config.factor 2 -> 9"]
+    assert reasons.as_json(app_of(state), steps)["steps"][1]["changes"] == ["config.factor 2 -> 9"]
 
 
 def test_an_unwritable_store_is_named(state: Path, tmp_path: Path) -> None:
