@@ -72,6 +72,7 @@ def text() -> str:
         ("cluster", config.ClusterConfig),
         ("tracking", config.TrackingConfig),
         ("store", config.StoreConfig),
+        ("sweep", config.SweepConfig),
     ):
         parts.append(f"\n## {section}\n\n{inspect.getdoc(cls)}\n{head}" + "\n".join(rows(cls, section)) + "\n")
     return "".join(parts)

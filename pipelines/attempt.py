@@ -122,7 +122,7 @@ class Attempt:
 
     def _execute(self, child: Run, recorder: Recorder, lease: Lease, staged: Path) -> Deposit:
         """Have a worker process run the stage, and listen to it."""
-        from pipelines.tracking import MlflowRegistry
+        from pipelines.registering import MlflowRegistry
 
         step, line = self.step, self.line
         assert step.fingerprint is not None

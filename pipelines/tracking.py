@@ -12,28 +12,22 @@ import hashlib
 import json
 import logging
 import os
-import time
 import urllib.error
 import urllib.parse
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipelines.config import plain, redacted
 from pipelines.journal import Run, journal_lines, left_behind
 from pipelines.lease import identity, is_alive
-from pipelines.registry import RegistryReader, fetch
-from stages.artifacts import Artifact
+from pipelines.registering import NEVER_ACCEPTED, PATIENCE_S, patiently
+from pipelines.registry import fetch
 from stages.contract import ResourcesUnavailable, StageConfig
 
 PARAM_LIMIT = 500
 """MLflow cuts values over 6,000 characters without a word; longer ones than this are shown by their beginning and digest."""
-NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
-PATIENCE_S = 70.0
-"""How long a caller who needs the answer (the registry, a start on SQLite) tries again: longer than a lock held for a minute."""
-TRY_AGAIN_S = 1.0
-T = TypeVar("T")
 TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Opens the UI on runs and curves; its own guess is the view for chat traces."""
 _log = logging.getLogger(__name__)
@@ -69,6 +63,8 @@ class Tracking:
 
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
+        # It prints what it raises, with a traceback; a lock that passes is no news.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         # Several first users of a fresh SQLite file break each other's schema migration for good.
@@ -279,89 +275,6 @@ class Sender:
                 if run_id != self.run_id:
                     self._tracking.client.delete_run(run_id)
         self._tracking.client.set_terminated(self.run_id, line["status"], line["at"])
-
-
-class MlflowRegistry(RegistryReader):
-    """The full `stages.contract.Registry`: reading as planned, writing through MLflow. A short outage is waited out."""
-
-    def __init__(self, tracking: Tracking, run: Run) -> None:
-        super().__init__(tracking.uri)
-        self._client = tracking.client
-        self._run = run
-
-    def register(self, name: str, model: Artifact, tags: Mapping[str, str], metrics: Mapping[str, float]) -> int:
-        """Make a version of `name`, whole in one step: a reader sees it with its digest and `uri` or not at all."""
-        from mlflow.exceptions import MlflowException
-
-        shown = {key: f"{value:.6g}" for key, value in metrics.items()}
-        shown |= {**tags, "digest": model.digest, "uri": model.uri}
-        asked = False
-
-        def make() -> int:
-            nonlocal asked
-            if asked and (found := RegistryReader.find(self, name, model.digest)) is not None:
-                return found  # the first request came through, its answer did not
-            asked = True
-            try:
-                self._client.create_registered_model(name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-            version = self._client.create_model_version(
-                name, source=self._source(model), run_id=self._run.run_id, tags=shown, await_creation_for=0
-            )
-            return int(version.version)
-
-        return self._patiently(make, f"models:/{name}: no version was made")
-
-    def set_alias(self, name: str, alias: str, version: int) -> None:
-        from pipelines.attempt import die_if_asked
-
-        die_if_asked(alias, "before-alias")
-        self._patiently(
-            lambda: self._client.set_registered_model_alias(name, alias, str(version)),
-            f"models:/{name}@{alias}: the alias was not moved to version {version}",
-        )
-
-    def find(self, name: str, digest: str) -> int | None:
-        return self._patiently(lambda: RegistryReader.find(self, name, digest), f"models:/{name} cannot be read")
-
-    def alias(self, name: str, alias: str) -> int | None:
-        return self._patiently(lambda: RegistryReader.alias(self, name, alias), f"models:/{name} cannot be read")
-
-    def resolve(self, model: str) -> tuple[str, str]:
-        return self._patiently(lambda: RegistryReader.resolve(self, model), f"{model} cannot be read")
-
-    def _source(self, model: Artifact) -> str:
-        """What MLflow shows as the version's place. A server refuses any local path outside the run's own artifacts."""
-        if not self.uri.startswith("http") or not model.uri.startswith("file:"):
-            return model.uri
-        if self._run.run_id is None:
-            raise ResourcesUnavailable("the run is not recorded yet")
-        return f"runs:/{self._run.run_id}/model"
-
-    def _patiently(self, call: Callable[[], T], what: str) -> T:
-        return patiently(call, PATIENCE_S, f"{redacted(self.uri)}: {what}")
-
-
-def patiently(call: Callable[[], T], patience_s: float, what: str) -> T:
-    """The call's answer, tried again while the store is locked or away. Raises ResourcesUnavailable after `patience_s`; what
-    the store will never take is raised at once."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import OperationalError
-
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return call()
-        except (MlflowException, OperationalError, OSError) as error:
-            refused = isinstance(error, MlflowException) and error.error_code in NEVER_ACCEPTED
-            if refused or time.monotonic() > deadline:
-                raise ResourcesUnavailable(f"{what} ({redacted(str(error).strip().partition(chr(10))[0])})") from error
-        except ResourcesUnavailable:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(TRY_AGAIN_S)
 
 
 def changed_params(cfg: StageConfig) -> dict[str, str]:

@@ -14,8 +14,9 @@ import mlflow
 import pytest
 
 from pipelines.config import redacted
+from pipelines.registering import MlflowRegistry
 from pipelines.registry import RegistryReader
-from pipelines.tracking import MlflowRegistry, Tracking, changed_params
+from pipelines.tracking import Tracking, changed_params
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
 from tests.pipelines.stubs import MakeConfig, StubResources
@@ -25,6 +26,7 @@ def open_tracking(state: Path, experiment: str = "e") -> Tracking:
     return Tracking(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}", state, experiment, 10.0)
 
 
+@pytest.mark.slow
 def test_four_first_users_of_an_empty_directory_all_succeed(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tests.pipelines.test_tracking import open_tracking;"

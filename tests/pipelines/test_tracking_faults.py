@@ -16,13 +16,13 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from pipelines import journal, runner, session
-from pipelines import tracking as tracking_module
+from pipelines import journal, registering, runner, session
 from pipelines.config import ROOT, AppConfig, TrackingConfig, TrackingMode
 from pipelines.console import Console
 from pipelines.journal import Run
+from pipelines.registering import MlflowRegistry
 from pipelines.registry import RegistryReader
-from pipelines.tracking import MlflowRegistry, Tracking
+from pipelines.tracking import Tracking
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable
 from tests import services
@@ -202,7 +202,7 @@ def test_a_pipeline_survives_its_tracking_server_and_says_where_the_record_is(
     said = "".join(capsys.readouterr())
     assert "kept in" in said and "spool" in said
     app.stages["enlist"] = EnlistConfig(inputs={"rows": "make"})
-    monkeypatch.setattr(tracking_module, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(registering, "PATIENCE_S", 2.0)
     with session.Session(app, Console()) as opened:
         opened._tracking["stub"] = _open_without_asking(app, own_server.uri)
         with pytest.raises(ResourcesUnavailable, match=r"cannot be reached|was made"):
@@ -276,8 +276,8 @@ def test_a_registry_that_stays_locked_ends_with_one_message(tmp_path: Path, monk
     run = tracking.start_parent("run", {})
     registry = MlflowRegistry(tracking, run)
     registry.register("m", Checkpoint(uri="file:///w", digest="d" * 64), {}, {})
-    monkeypatch.setattr(tracking_module, "PATIENCE_S", 5.0)
-    with held(database, 35.0), pytest.raises(ResourcesUnavailable, match=r"alias was not moved to version 1 .*locked"):
+    monkeypatch.setattr(registering, "PATIENCE_S", 5.0)
+    with held(database, 24.0), pytest.raises(ResourcesUnavailable, match=r"alias was not moved to version 1 .*locked"):
         registry.set_alias("m", "candidate", 1)
     run.close("FINISHED")
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from pipelines.registering import MlflowRegistry
 from pipelines.registry import RegistryReader
-from pipelines.tracking import MlflowRegistry, Sender, Tracking
+from pipelines.tracking import Sender, Tracking
 from stages.artifacts import Checkpoint, Rows
 from stages.contract import ResourcesUnavailable, StageError
 from tests.services import Service
