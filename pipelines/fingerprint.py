@@ -165,7 +165,10 @@ def normalised(tree: ast.AST) -> str:
 
 @functools.cache
 def _version(distribution: str) -> str:
-    return importlib.metadata.version(distribution)
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"the stage names the library {distribution}, which is not installed here") from None
 
 
 def versions(distributions: tuple[str, ...]) -> dict[str, str]:

@@ -77,6 +77,11 @@ def test_library_versions_are_those_that_the_stage_declares() -> None:
     assert env["pyarrow"] == pyarrow.__version__ and set(env) == {"python", "pyarrow"}
 
 
+def test_a_library_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ValueError, match="names the library no-such-thing, which is not installed here"):
+        fp.versions(("no-such-thing",))
+
+
 def test_the_difference_names_the_field_with_both_values() -> None:
     old = fp.payload(STAGE, MakeConfig(value=1), 0, {"rows": "a" * 64}, {})
     new = fp.payload(STAGE, dataclasses.replace(MakeConfig(), value=2), 1, {"rows": "b" * 64}, {})
