@@ -4,14 +4,13 @@ strike code of ours that runs around a stage. Applied when `tests.faults.stages`
     die     {"stage", "point", "count", "who"}: SIGKILL when the stage reaches the point for the count-th time. Points: part (that many
             parts are written), sync, upload (so many files are on the disk, in the store). Who: worker, driver, or machine (both)
     hold    {stage: path}: the stage waits until the path exists
-    mood    {stage: "careful" | "stubborn"}: how it takes an interrupt while it waits
+    mood    {stage: "stubborn"}: an interrupt does not end its waiting; else it cleans up after itself and goes
     host    what this machine is called
     lease   [seconds between heartbeats, until a heart that stands still is dead, between looks]
     clock   path of a file with seconds that are added to the wall clock, read at each look
     quiet   true: nothing is recorded in MLflow, which costs two seconds a process
 """
 
-import contextlib
 import datetime
 import json
 import os
@@ -63,17 +62,17 @@ def _hold(stage: str, state: Path, until: Path, mood: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     with (state / "events.log").open("a") as log:
         log.write(f"{stage} child {child.pid} {time.monotonic()}\n")
+    if mood == "stubborn":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     deadline = time.monotonic() + 100
     try:
         while not until.exists() and time.monotonic() < deadline:
-            with contextlib.suppress(*([KeyboardInterrupt] if mood == "stubborn" else [])):
-                time.sleep(0.05)
+            time.sleep(0.05)
     finally:
         if mood != "stubborn":
             child.kill()
             child.wait()
-    if mood == "careful":
-        note(state, f"{stage} cleaned-up")
+            note(state, f"{stage} cleaned-up")
 
 
 def _apply() -> None:

@@ -62,9 +62,10 @@ class Project:
         faults: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         expect: int | None = 0,
+        verb: str = "run",
     ) -> str:
         """Run to the end; returns what it said."""
-        process = self.start(*overrides, faults=faults, env=env)
+        process = self.start(*overrides, faults=faults, env=env, command=self.command(*overrides, verb=verb))
         said, _ = process.communicate(timeout=120)
         assert expect is None or process.returncode == expect, f"exit {process.returncode}\n{said}"
         return said
