@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ SOCKET_ROOM = 45
 
 _starting: list["subprocess.Popen[bytes]"] = []
 """Heads that this process is waiting for."""
+_gave_up = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def provide(cfg: ClusterConfig, state: Path) -> Iterator[Callable[[], Address]]:
     """A Ray for the processes of this run; this one does not join it. Yields what gives its address, and starts it where it is
     not up. Raises ResourcesUnavailable."""
     quiet()
+    _gave_up.clear()
     if cfg.mode is ClusterMode.local:
         hold(state)
         try:
@@ -136,9 +139,10 @@ def start_ahead(cfg: ClusterConfig, state: Path) -> None:
 
 
 def give_up() -> None:
-    """The run ends: whoever waits for a head to start waits no longer."""
+    """The run ends: whoever waits for a head to start waits no longer, and none is started any more."""
+    _gave_up.set()
     for keeper in list(_starting):
-        keeper.kill()
+        keeper.terminate()
 
 
 def quiet() -> None:
@@ -278,6 +282,8 @@ def _head_address(cfg: ClusterConfig, state: Path) -> str:
 
 def _start_keeper(cfg: ClusterConfig, state: Path, *, ephemeral: bool = False) -> dict[str, Any]:
     """A new head: this project's, or one of this process alone. Returns its record."""
+    if _gave_up.is_set():
+        raise ResourcesUnavailable("Ray was not started: the run ends")
     arguments = [str(state), str(logical_cpus(cfg)), str(cfg.object_store_mb)]
     record = head_path(state)
     if ephemeral:

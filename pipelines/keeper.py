@@ -7,8 +7,10 @@ import json
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pipelines import cluster
@@ -26,11 +28,19 @@ def keep(state: Path, num_cpus: int, object_store_mb: int, owner: dict[str, Any]
         return is_alive(owner) if owner else cluster.is_needed(state)
 
     stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
+    is_up = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.append(number)
+        if not is_up.is_set():
+            raise SystemExit(128 + number)  # out of Ray's start, which may take half a minute
+
+    signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the run, not for what serves
     directory = cluster.short_directory()
     try:
         address = cluster.start_here(ClusterConfig(num_cpus=num_cpus, object_store_mb=object_store_mb), directory)
+        is_up.set()
         session = str((directory / "r" / "session_latest").resolve())
         head = {**identity(), "address": address, "session": session, "directory": str(directory)}
         fresh = record.with_suffix(".new")

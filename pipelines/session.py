@@ -86,6 +86,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.pool.close()  # before the Ray that they have joined
+        cluster.give_up()
         self._stack.close()
 
     def warm_up(self, *, ray: bool) -> None:
