@@ -3,7 +3,6 @@ because this is where a stage's own trouble (bad data, a full disk, a signal) is
 """
 
 import dataclasses
-import errno
 import functools
 import json
 import os
@@ -82,7 +81,7 @@ class Attempt:
             raise
         except Exception as error:
             child.set_tags({"raykeel.error": str(error)[:500]})
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if room.is_full(error):
                 raise StageError(f"{step.name}: {room.full(self.app, store)}") from error
             raise
         finally:

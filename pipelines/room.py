@@ -30,6 +30,10 @@ def require(app: AppConfig, store: Store, *, ray: bool) -> None:
         raise ConfigError(
             f"store.root={store.root}: {store.scratch} cannot be written ({error.strerror}); choose another with store.root=<directory>"
         ) from error
+    if odd := {"%", "#", "?"} & set(str(app.state_root)):
+        raise ConfigError(
+            f"state={app.state_root}: MLflow cannot keep its database below a name with {' '.join(sorted(odd))}; choose another"
+        )
     for place, key in places(app, store):
         _require_writable(place, key)
     for place, key in places(app, store):
@@ -51,6 +55,13 @@ def places(app: AppConfig, store: Store) -> Iterator[tuple[Path, str]]:
     if store.bucket.directory is None:
         yield copies.cache(), "RAYKEEL_CACHE"
     yield Path(tempfile.gettempdir()), "TMPDIR"
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk is: as the kernel says it, or SQLite, which keeps no error number."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "database or disk is full" in str(error)
 
 
 def full(app: AppConfig, store: Store) -> str:
