@@ -357,9 +357,12 @@ def _init(**arguments: Any) -> None:
 
     try:
         ray.init(namespace="raykeel", log_to_driver=False, logging_level="ERROR", **arguments)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         # On a version mismatch the versions of both sides stand on the later lines.
         said = " ".join(str(error).split())[:500]
+        if "Failed to connect" in said:  # all that Ray says of a token that is not the cluster's
+            mode, path = (os.environ.get(name, "not set") for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"))
+            said += f"; is it a Ray head, and this its token: RAY_AUTH_MODE {mode}, RAY_AUTH_TOKEN_PATH {path}?"
         raise ResourcesUnavailable(f"cannot join the Ray cluster at {arguments.get('address')}: {said}") from error
 
 

@@ -3,7 +3,7 @@
 import sys
 
 from pipelines.__main__ import main
-from tests.faults import stages  # noqa: F401 (registered by being imported)
+from tests.faults import crowd, stages  # noqa: F401 (registered by being imported)
 
 if __name__ == "__main__":
     sys.exit(main())

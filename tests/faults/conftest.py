@@ -7,7 +7,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from tests.faults import stages
+from tests.faults import crowd, stages
 from tests.faults.project import Project
 from tests.services import Service
 
@@ -23,7 +23,8 @@ def with_schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def project_in(place: Path, with_schema: Path) -> Project:
     (place / "conf" / "pipeline").mkdir(parents=True)
-    (place / "conf" / "pipeline" / "faults.yaml").write_text(stages.PIPELINE)
+    for name, text in {"faults": stages.PIPELINE, "crowd": crowd.PIPELINE}.items():
+        (place / "conf" / "pipeline" / f"{name}.yaml").write_text(text)
     shutil.copytree(with_schema, place / "state")
     return Project(place / "state", place / "conf")
 

@@ -29,9 +29,14 @@ class Project:
     root: str | None = None
     """URI of the store, when it is not the directory below the state root."""
     env: dict[str, str] = field(default_factory=dict)
+    pipeline: str = "faults"
 
     def command(self, *overrides: str, verb: str = "run") -> list[str]:
-        words = [f"state={self.state}", "pipeline=faults", *([f"store.root={self.root}"] if self.root else [])]
+        words = [
+            f"state={self.state}",
+            f"pipeline={self.pipeline}",
+            *([f"store.root={self.root}"] if self.root else []),
+        ]
         return [sys.executable, "-m", "tests.faults.command", verb, "--conf", str(self.conf), *words, *overrides]
 
     def environment(self, faults: dict[str, Any] | None, env: dict[str, str] | None = None) -> dict[str, str]:

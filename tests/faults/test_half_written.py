@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from pipelines.digests import sha256_file, tree_digest
+from pipelines.lease import Lease
+from pipelines.store import IntegrityError
 from stages.artifacts import MANIFEST
 from tests.faults.project import Project
 from tests.faults.stages import PARTS
@@ -122,3 +124,19 @@ def test_three_forced_executions_give_one_object_with_equal_rows(project: Projec
     assert len(project.store.bucket.children("objects")) == 2  # gather's and expand's
     fences = sorted(record.fence for record in project.store.records())
     assert fences == [1, 3]  # three slots, the newest is the one that is found
+
+
+def test_a_record_is_never_made_for_an_object_that_is_gone(stored: Project) -> None:
+    """Equal content of an older result is found in place and not written again; `make gc` may take it before the record is made."""
+    store = stored.store
+    store.prepare()
+    staged = store.staging_directory("f" * 64)
+    staged.mkdir(parents=True)
+    (staged / "data").write_text("equal")
+    with Lease.acquire(store.bucket, "f" * 64, lambda who: None, 1.0) as lease:
+        deposit = store.deposit(staged)
+        assert store.bucket.children("objects") == [deposit.digest]  # the control
+        store.bucket.delete(entry.key for entry in store.bucket.entries(f"objects/{deposit.digest}"))
+        with pytest.raises(IntegrityError, match="was removed before it was published"):
+            store.publish(deposit, "f" * 64, {}, {}, lease)
+    assert list(store.records()) == []
