@@ -1,15 +1,6 @@
 """`make gc`: forgets what nothing reaches any more. Apart, because it is the only code that removes published bytes.
 
-Kept are, and everything they were made from (an object's lineage: the objects whose digests stand in its record's inputs, transitively):
-  - what an alias of any registered model points at, with its approval: a champion's weights, and the data and the report behind them,
-    so that `make why` and the report still tell how it came to be;
-  - the live endpoint's model; pins;
-  - the last `store.keep_runs` runs of each pipeline, the points of one sweep counting as one run, also those that failed or were
-    killed: their work/ stays, so that they can resume;
-  - runs that go on, here or on another host; runs recorded in a tracking store that cannot be read from here, because its aliases
-    may point at them.
-What `fetch` copied out of another model is in its own checkpoint, so that model is not lineage. Results whose object is kept stay
-hits. A version without an alias is not kept: `make pin` or an alias keeps it.
+What stays, and why, is `pipelines/reach.py`'s to say.
 
 A forgotten result's newest slot is closed and stays: fences never go down, so no stalled process can publish into a slot that was freed.
 Order of deletion: the record is closed, then the manifest goes, then the bytes: a kill leaves an object without a record for the next time.
@@ -27,13 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from pipelines import cluster, ledger, pins, registered
+from pipelines import ledger, registered
 from pipelines.config import AppConfig, compose
 from pipelines.console import Console
 from pipelines.inventory import READERS, Inventory, Slot, shown, size
 from pipelines.lease import Slots, identity, is_alive
 from pipelines.ledger import Invocation
-from pipelines.registered import Registered
+from pipelines.reach import Root, is_kept, reach, roots
 from pipelines.store import Record, Store
 from stages.artifacts import MANIFEST
 from stages.contract import ResourcesUnavailable
@@ -42,15 +33,6 @@ from stages.storage.bucket import Entry
 LARGEST = 5
 LOOKS = 3
 """How often the ledger and the records may change while we look, before we give up."""
-
-
-@dataclass(frozen=True)
-class Root:
-    """A reason to keep something."""
-
-    label: str
-    digests: frozenset[str]
-    fingerprints: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -114,7 +96,7 @@ def plan(app: AppConfig, store: Store) -> Plan:
         for digest in reach(everything, root):
             found.kept.setdefault(digest, []).append(root.label)
             found.sizes[digest] = everything.bytes(digest)
-    remembered = [run for run in runs if _is_kept(run, found.roots)]
+    remembered = [run for run in runs if is_kept(run, found.roots)]
     _doom_objects(store, everything, found)
     _doom_results(store, everything, found)
     _doom_runs(store, runs, remembered, found)
@@ -130,70 +112,6 @@ def plan(app: AppConfig, store: Store) -> Plan:
         [root.label for root in found.roots],
     )
     return found
-
-
-# Mark
-
-
-def roots(app: AppConfig, store: Store, runs: list[Invocation], registry: Registered) -> list[Root]:
-    """Everything that keeps something, the strongest reasons first."""
-    found = []
-    for (model, alias), number in sorted(registry.aliases.items()):
-        version = registry.versions.get((model, number))
-        if version and version.digest:
-            found.append(Root(f"alias {model}@{alias} (version {number})", frozenset([version.digest])))
-    endpoint = cluster.endpoint_record(app.state_root)
-    if endpoint and endpoint.get("digest"):
-        found.append(Root(f"endpoint {endpoint['model']}@{endpoint['version']}", frozenset([endpoint["digest"]])))
-    found += [
-        Root(label, frozenset(digests), frozenset(prints)) for label, digests, prints in pins.roots(pins.read(store))
-    ]
-    ours, pinned = ledger.home_of_records(app), {pin.name for pin in pins.read(store)}
-    last = _last(runs, app.store.keep_runs)
-    for run in runs:
-        if run.goes_on:
-            why = f"still running: {run.owner}"
-        elif ledger.is_out_of_sight(run.facts.get("tracking"), ours):
-            why = f"recorded in {run.facts['tracking']}, whose aliases cannot be seen from here"
-        elif run.id in last or run.id in pinned:
-            why = run.status
-        else:
-            continue
-        digests = {str(step["digest"]) for step in run.steps.values() if step.get("digest")}
-        prints = {str(step["fingerprint"]) for step in run.steps.values() if step.get("fingerprint")}
-        found.append(Root(f"run {run.pipeline} {run.id} ({why})", frozenset(digests), frozenset(prints)))
-    return found
-
-
-def _last(runs: list[Invocation], keep: int) -> set[str]:
-    """Ids of the last `keep` runs of each pipeline."""
-    found: set[str] = set()
-    for pipeline in {run.pipeline for run in runs}:
-        mine = [run for run in runs if run.pipeline == pipeline]
-        groups = list(dict.fromkeys(run.group for run in reversed(mine)))[:keep]
-        found |= {run.id for run in mine if run.group in groups}
-    return found
-
-
-def _is_kept(run: Invocation, kept: list[Root]) -> bool:
-    return any(root.label.startswith(f"run {run.pipeline} {run.id} ") for root in kept)
-
-
-def reach(everything: Inventory, root: Root) -> set[str]:
-    """Digests of the objects that a root keeps."""
-    start = set(root.digests)
-    start |= {record.digest for name in root.fingerprints if (record := everything.newest(name)) is not None}
-    # A registered model's approval and report are not what it was made from, but what it was let pass for.
-    start |= {record.digest for digest in set(start) for record in everything.registering.get(digest, [])}
-    reached: set[str] = set()
-    waiting = list(start)
-    while waiting:
-        digest = waiting.pop()
-        if digest not in reached:
-            reached.add(digest)
-            for record in everything.naming.get(digest, []):
-                waiting += record.payload.get("inputs", {}).values()
-    return reached
 
 
 # What goes
