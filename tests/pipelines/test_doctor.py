@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines import doctor
+from pipelines import doctor, machine, services
 from pipelines.config import ROOT, AppConfig, ClusterConfig, ClusterMode, TrackingConfig, TrackingMode
 from stages.deploy import DeployConfig
 from tests.services import Service
@@ -33,13 +33,13 @@ def taken_port() -> Iterator[int]:
 
 def test_a_sound_machine_has_no_problem_in_what_needs_no_service(app: AppConfig) -> None:
     for check in (
-        doctor.python,
-        doctor.cores,
-        doctor.memory,
-        doctor.disk,
-        doctor.clock,
-        doctor.temporary,
-        doctor.store,
+        machine.python,
+        machine.cores,
+        machine.memory,
+        machine.disk,
+        machine.clock,
+        machine.temporary,
+        services.store,
     ):
         line = check(app)
         assert line.state in ("ok", "warning") and line.found, check.__name__
@@ -55,15 +55,15 @@ def test_a_library_of_another_version_is_named(app: AppConfig, tmp_path: Path, m
     )
     (tmp_path / "pyproject.toml").write_text(text)
     (tmp_path / "constraints.txt").write_text("")
-    monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    line = doctor.python(app)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    line = machine.python(app)
     assert line.state == "problem" and "psutil" in line.found and ">=99" in line.found
     assert "nowhere is not installed" in line.found and line.advice == "run make setup"
 
 
 def test_a_taken_port_is_a_warning_with_the_way_out(app: AppConfig, taken_port: int) -> None:
     app.stages["deploy"] = DeployConfig(port=taken_port)
-    line = doctor.ports(app)
+    line = machine.ports(app)
     assert line.state == "warning" and f"{taken_port} for deploy" in line.found and "stages.deploy.port=" in line.advice
 
 
@@ -73,19 +73,19 @@ def test_a_long_temporary_directory_is_a_problem_before_ray_meets_it(
     long = tmp_path / ("x" * 110)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    line = doctor.temporary(app)
+    line = machine.temporary(app)
     assert line.state == "problem" and "of 45 bytes" in line.found and line.advice == "set TMPDIR=/tmp"
 
 
 def test_a_dead_server_and_a_locked_file_are_told_apart(app: AppConfig, tmp_path: Path, taken_port: int) -> None:
-    assert doctor.tracking(app).state == "ok"  # nothing yet
+    assert services.tracking(app).state == "ok"  # nothing yet
     database = tmp_path / "state" / "mlflow" / "mlflow.db"
     database.parent.mkdir(parents=True)
     with sqlite3.connect(database) as connection:
         connection.execute("CREATE TABLE t (x)")
-    assert "1 tables, takes a write" in doctor.tracking(app).found
+    assert "1 tables, takes a write" in services.tracking(app).found
     app.tracking = TrackingConfig(mode=TrackingMode.server, uri="http://bob:CANARY@127.0.0.1:9", timeout_s=2.0)
-    line = doctor.tracking(app)
+    line = services.tracking(app)
     assert line.state == "problem" and "127.0.0.1:9" in line.found and "CANARY" not in line.found
 
 
@@ -95,7 +95,7 @@ def test_a_locked_database_is_a_problem_within_the_limit(app: AppConfig, tmp_pat
     database.parent.mkdir(parents=True)
     holder = sqlite3.connect(database, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    line = doctor.tracking(app)
+    line = services.tracking(app)
     holder.close()
     assert line.state == "problem" and "locked" in line.found
 
@@ -104,19 +104,19 @@ def test_an_object_store_is_tried_for_real(app: AppConfig, s3: Service, monkeypa
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
     app.store.root = "s3://store/doctor"
-    line = doctor.store(app)
+    line = services.store(app)
     assert line.state == "ok" and "create-if-absent kept" in line.found
     from pipelines.store import Store
 
     assert Store.open(app).bucket.entries("") == []
     app.store.root = "s3://nobodys-bucket/doctor"
-    line = doctor.store(app)
+    line = services.store(app)
     assert line.state == "problem" and "nobodys-bucket" in line.found
 
 
 def test_a_dead_attach_address_is_a_problem(app: AppConfig) -> None:
     app.cluster = ClusterConfig(mode=ClusterMode.attach, address="127.0.0.1:9", connect_timeout_s=2.0)
-    line = doctor.ray(app)
+    line = services.ray(app)
     assert line.state == "problem" and "127.0.0.1:9" in line.found
 
 

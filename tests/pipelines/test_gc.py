@@ -13,7 +13,7 @@ import pytest
 from pipelines import gc, pins
 from pipelines.console import Console
 from pipelines.lease import Lease, identity
-from pipelines.store import Record
+from pipelines.store import IntegrityError, Record
 from tests.pipelines.stored import World
 
 
@@ -161,6 +161,35 @@ def test_an_object_that_no_record_names_stays_while_anything_is_being_made(world
         assert world.objects() == {orphan}
     collect(world)
     assert world.objects() == set()
+
+
+def test_an_object_that_was_collected_before_it_was_published_is_not_published(world: World) -> None:
+    """Equal content was there, was taken for the new result's, and went: no record may name what is gone."""
+    old = world.result("make", "equal bytes")
+    staged = world.store.staging_directory("d" * 64)
+    staged.mkdir(parents=True)
+    (staged / "data.bin").write_bytes(b"equal bytes")
+    with Lease.acquire(world.store.bucket, "d" * 64, lambda who: None, 1.0) as lease:
+        deposit = world.store.deposit(staged)
+        assert deposit.digest == old.digest
+        collect(world)
+        with pytest.raises(IntegrityError, match="was removed before it was published"):
+            world.store.publish(deposit, "d" * 64, {}, {}, lease)
+    assert world.store.find("d" * 64) == (None, None)
+
+
+def test_what_began_while_we_looked_is_looked_at_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = world.result("make", "wanted")
+    monkeypatch.setenv("APPLY", "1")
+    show, begun = gc.show, []
+
+    def show_and_begin(console: Console, found: gc.Plan) -> None:
+        show(console, found)
+        begun.append(world.run(wanted, status=None))  # a run that reuses it begins after the first look
+
+    monkeypatch.setattr(gc, "show", show_and_begin)
+    assert gc.gc(Console(), world.overrides, None) == 0
+    assert len(begun) == 1 and world.objects() == {wanted.digest}
 
 
 def test_the_live_endpoints_model_stays(world: World) -> None:
