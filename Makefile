@@ -22,7 +22,7 @@ override TO := $(value TO)
 export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench clean reference golden
+.PHONY: help setup run plan why debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -118,6 +118,9 @@ reference: setup ## rewrite docs/reference.md from the config classes
 
 bench: setup ## the paired benchmarks; results as JSON in benchmarks/results
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+mutants: setup ## break each promise of docs/guarantees.md in a copy of the code: its test must notice
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 clean: ## caches and build leftovers; never the store, models, MLflow or the virtual environment
 	@rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ is whole stays.
 
 import random
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -140,3 +141,26 @@ def test_a_record_is_never_made_for_an_object_that_is_gone(stored: Project) -> N
         with pytest.raises(IntegrityError, match="was removed before it was published"):
             store.publish(deposit, "f" * 64, {}, {}, lease)
     assert list(store.records()) == []
+
+
+def test_an_object_that_is_in_the_way_is_set_aside(stored: Project) -> None:
+    """Half an object, as a cut upload leaves it, or one whose bytes rotted: equal content that is made again takes its place."""
+    store = stored.store
+    store.prepare()
+
+    def staged() -> Path:
+        place = store.staging_directory("f" * 64)
+        place.mkdir(parents=True)
+        for name in ("one", "two"):
+            (place / name).write_text(name)
+        return place
+
+    digest = store.deposit(staged()).digest
+    store.bucket.put(f"objects/{digest}/one", b"not")
+    store.bucket.delete([f"objects/{digest}/two"])
+    with pytest.raises(IntegrityError):
+        store.verify(digest)  # the control
+    assert store.deposit(staged()).digest == digest
+    store.verify(digest, deep=True)
+    (place,) = store.bucket.children("quarantine")
+    assert store.bucket.get(f"quarantine/{place}/object/one") == b"not"

@@ -1,0 +1,415 @@
+"""Mutants: for each promise of docs/guarantees.md a small mistake in our own code, and the test that must notice it. A promise whose test
+survives its mutant is not kept.
+
+`make mutants` (or `python -m tests.mutants [name ...]`) copies the repository's packages to temporary directories, runs all named tests
+there unchanged, then each mutant with its own tests. The working tree is never touched. Exit code 1 when a mutant survives, 2 when
+a text to mutate is gone, a test does not run, or the unchanged code fails.
+"""
+
+import ast
+import concurrent.futures
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("pipelines", "stages", "conf", "docs", "tests", "pyproject.toml", "Makefile")
+SIDE_BY_SIDE = 2
+LIMIT_S = 240.0
+"""For one mutant's tests. A mutant that makes them hang is noticed."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake."""
+
+    name: str
+    file: str
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """Ids of tests, at least one of which must fail."""
+
+
+STORE, LEASE, GC = "tests/pipelines/test_store.py", "tests/pipelines/test_lease.py", "tests/pipelines/test_gc.py"
+RUNNER, WORKER = "tests/pipelines/test_runner.py", "tests/pipelines/test_worker.py"
+KILLED = "tests/faults/test_driver_killed.py::test_the_same_command_again_finishes_what_a_killed_driver_left"
+HALF = "tests/faults/test_half_written.py"
+LATE = "tests/faults/test_two_at_once.py::test_a_holder_that_stood_still_cannot_publish_after_its_successor[directory]"
+
+MUTANTS = (
+    # Published exactly once
+    Mutant(
+        "no-seal",
+        "pipelines/lease.py",
+        'bucket.create(_key(fingerprint, slots.newest), _seal(f"taken over from {_who(holder)}"))',
+        "pass",
+        (LATE,),
+    ),
+    Mutant(
+        "create-replaces",
+        "stages/storage/bucket.py",
+        'obstore.put(self._store, key, data, mode="create")',
+        "obstore.put(self._store, key, data)",
+        (f"{STORE}::test_two_writers_of_one_key_and_one_wins[directory]",),
+    ),
+    Mutant(
+        "lease-for-all",
+        "pipelines/lease.py",
+        "            holder = slots.holder()\n",
+        "            holder = None\n",
+        (f"{LEASE}::test_a_second_holder_waits_and_is_told_who_holds_it",),
+    ),
+    Mutant(
+        "lost-lease-publishes",
+        "pipelines/lease.py",
+        "if not self.bucket.create(_key(self.fingerprint, self.fence), document):",
+        "if self.bucket.create(_key(self.fingerprint, self.fence), document) is None:",
+        (f"{LEASE}::test_who_lost_the_lease_cannot_publish",),
+    ),
+    Mutant(
+        "deaf-heartbeat",
+        "pipelines/lease.py",
+        "if not self._ended and self.bucket.get(_key(self.fingerprint, self.fence)) is not None:",
+        "if False:",
+        (f"{LEASE}::test_the_heartbeat_notices_that_the_lease_is_lost",),
+    ),
+    Mutant(
+        "pid-alone",
+        "pipelines/lease.py",
+        'return _started(pid) == holder["started"] and',
+        "return",
+        (f"{LEASE}::test_a_process_is_told_from_a_later_one_of_its_pid",),
+    ),
+    Mutant(
+        "oldest-wins",
+        "pipelines/store.py",
+        "        for fence in slots.fences:\n            if not slots.ended(fence):\n",
+        "        for fence in reversed(slots.fences):\n            if not slots.ended(fence):\n",
+        (f"{STORE}::test_the_newest_fence_wins_and_the_older_object_stays[directory]",),
+    ),
+    Mutant(
+        "manifest-first",
+        "pipelines/store.py",
+        '            self.bucket.upload(staged, files, f"objects/{digest}")\n'
+        '            self.bucket.upload(staged, [MANIFEST], f"objects/{digest}")\n',
+        '            self.bucket.upload(staged, [MANIFEST], f"objects/{digest}")\n'
+        '            self.bucket.upload(staged, files, f"objects/{digest}")\n',
+        (f"{HALF}::test_an_object_whose_upload_was_cut_is_not_read_and_gc_removes_it[s3]",),
+    ),
+    Mutant(
+        "record-without-object",
+        "pipelines/store.py",
+        'if self.bucket.get(f"objects/{deposit.digest}/{MANIFEST}") is None:',
+        "if False:",
+        (f"{HALF}::test_a_record_is_never_made_for_an_object_that_is_gone[directory]",),
+    ),
+    Mutant(
+        "forgetful-backend",
+        "pipelines/store.py",
+        "        if broken:\n            raise ConfigError(",
+        "        if False:\n            raise ConfigError(",
+        (f"{STORE}::test_a_backend_without_create_if_absent_is_refused_unless_it_has_a_single_writer",),
+    ),
+    Mutant(
+        "registered-again",
+        "stages/register.py",
+        "    version = ctx.registry.find(cfg.name, checkpoint.digest)\n",
+        "    version = None\n",
+        ("tests/stages/test_register.py::test_a_version_is_made_once_with_its_tags_and_the_alias",),
+    ),
+    # A reused result is the right one
+    Mutant(
+        "unverified-hit",
+        "pipelines/store.py",
+        "            try:\n                self.verify(record.digest)\n            except IntegrityError as error:\n"
+        "                return None, str(error)\n",
+        "            pass\n",
+        (f"{STORE}::test_a_damaged_object_is_no_hit_and_names_the_file[directory-flip]",),
+    ),
+    Mutant(
+        "unverified-copy",
+        "stages/storage/copies.py",
+        'if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:',
+        "if False:",
+        (f"{STORE}::test_a_machine_that_never_hashed_a_blob_hashes_it_before_it_is_read",),
+    ),
+    Mutant(
+        "blind-verify",
+        "pipelines/verify.py",
+        "return None if now == sha256 else",
+        "return None if now else",
+        ("tests/pipelines/test_verify.py::test_bits_that_rot_under_an_unchanged_time_are_found",),
+    ),
+    Mutant(
+        "broken-stays",
+        "pipelines/store.py",
+        '            self.bucket.put(key, json.dumps({"sealed": f"set aside in {place}"}).encode())\n',
+        "",
+        (f"{STORE}::test_a_damaged_object_is_no_hit_and_names_the_file[directory-flip]",),
+    ),
+    Mutant(
+        "no-quarantine",
+        "pipelines/store.py",
+        'self.bucket.move(f"objects/{digest}", f"quarantine/{digest[:16]}-{uuid.uuid4().hex[:8]}/object")',
+        "pass",
+        (f"{HALF}::test_an_object_that_is_in_the_way_is_set_aside[directory]",),
+    ),
+    Mutant(
+        "resources-count",
+        "pipelines/fingerprint.py",
+        'for execution in ("inputs", "resources"):',
+        'for execution in ("inputs",):',
+        (
+            "tests/pipelines/test_fingerprint.py::test_resources_and_names_of_upstream_stages_never_change_a_fingerprint",
+        ),
+    ),
+    Mutant(
+        "seed-forgotten",
+        "pipelines/fingerprint.py",
+        '"seed": seed,',
+        '"seed": 0,',
+        ("tests/pipelines/test_fingerprint.py::test_every_other_facet_changes_a_fingerprint",),
+    ),
+    Mutant(
+        "helpers-ignored",
+        "pipelines/fingerprint.py",
+        "        waiting += imported\n",
+        "",
+        ("tests/pipelines/test_fingerprint.py::test_the_code_of_imported_stage_modules_is_part_of_a_stage",),
+    ),
+    Mutant(
+        "source-moves",
+        "pipelines/attempt.py",
+        "        self._require_unchanged_sources()\n",
+        "",
+        (f"{RUNNER}::test_a_source_edited_while_it_is_read_is_not_published_as_what_it_was",),
+    ),
+    Mutant(
+        "accepted-unasked",
+        "pipelines/plan.py",
+        'waived = tuple(facet for facet in WAIVABLE if f"{step.name}.{facet}" in app.run.accept)',
+        "waived = WAIVABLE",
+        ("tests/pipelines/test_accept.py::test_a_waived_library_is_reused_for_this_run_only",),
+    ),
+    # MLflow tells the truth
+    Mutant(
+        "no-replay",
+        "pipelines/tracking.py",
+        "            self._replay()\n",
+        "",
+        ("tests/pipelines/test_tracking.py::test_a_journal_that_was_left_behind_is_replayed_without_doubles",),
+    ),
+    Mutant(
+        "replay-doubles",
+        "pipelines/tracking.py",
+        "if self.run_id is None and self._asked:",
+        "if False:",
+        ("tests/pipelines/test_tracking.py::test_a_journal_that_was_left_behind_is_replayed_without_doubles",),
+    ),
+    Mutant(
+        "left-running",
+        "pipelines/tracking.py",
+        "            self._reconcile()\n",
+        "",
+        (f"{RUNNER}::test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right",),
+    ),
+    Mutant(
+        "published-but-killed",
+        "pipelines/tracking.py",
+        '"FINISHED" if published else "KILLED"',
+        '"KILLED"',
+        (f"{KILLED}[after-commit-gather]",),
+    ),
+    Mutant(
+        "untidy-no-op",
+        "pipelines/runner.py",
+        "        session.tidy(app.name)\n",
+        "",
+        (f"{KILLED}[after-commit-enlist]",),
+    ),
+    Mutant(
+        "wall-clock",
+        "pipelines/journal.py",
+        "ended = self._began + int((time.monotonic() - self._clock) * 1000)",
+        "ended = _now_ms()",
+        (f"{WORKER}::test_a_clock_that_goes_backwards_gives_no_negative_duration",),
+    ),
+    # Running
+    Mutant(
+        "staging-stays",
+        "pipelines/runner.py",
+        "    store.sweep_staging()\n",
+        "",
+        (f"{HALF}::test_what_was_left_half_written_is_removed_and_nothing_else",),
+    ),
+    Mutant(
+        "everything-may-pass",
+        "pipelines/runner.py",
+        "    return not isinstance(error, StageError | ArtifactError | ConfigError | IntegrityError | LeaseLost)\n",
+        "    return True\n",
+        (f"{WORKER}::test_only_what_another_attempt_can_change_may_pass",),
+    ),
+    Mutant(
+        "stop-goes-on",
+        "pipelines/runner.py",
+        "elif self.failed and self.app.run.on_failure is OnFailure.stop:",
+        "elif False:",
+        (f"{WORKER}::test_after_a_failure_what_runs_is_finished_and_the_rest_depends_on_on_failure[stop]",),
+    ),
+    Mutant(
+        "orphaned-worker",
+        "pipelines/worker.py",
+        "    os.killpg(os.getpgrp(), signal.SIGKILL)\n",
+        "    time.sleep(60)\n",
+        (f"{WORKER}::test_a_killed_driver_leaves_no_worker_and_no_child_of_one",),
+    ),
+    Mutant(
+        "no-preflight",
+        "stages/training/preflight.py",
+        "    if wanted > cluster:\n",
+        "    if False:\n",
+        ("tests/stages/test_training_preflight.py::test_what_cannot_be_placed_is_refused_in_seconds",),
+    ),
+    # Keeping house
+    Mutant(
+        "gc-forgets-lineage",
+        "pipelines/reach.py",
+        '                waiting += record.payload.get("inputs", {}).values()\n',
+        "                pass\n",
+        (f"{GC}::test_a_champion_keeps_its_data_report_and_approval_and_the_rest_goes[directory]",),
+    ),
+    Mutant(
+        "gc-ignores-leases",
+        "pipelines/gc.py",
+        "        if not records and live:\n",
+        "        if False:\n",
+        (f"{GC}::test_an_object_that_no_record_names_stays_while_anything_is_being_made[directory]",),
+    ),
+    Mutant(
+        "gc-frees-fences",
+        "pipelines/gc.py",
+        '    return lambda: store.bucket.put(slot.key, json.dumps({"sealed": "collected by make gc", **identity()}).encode())\n',
+        "    return lambda: store.bucket.delete([e.key for e in slot.files.values()])\n",
+        (f"{GC}::test_fences_never_go_down[directory]",),
+    ),
+)
+
+
+def mutated(mutant: Mutant, root: Path = ROOT) -> str:
+    """The file's text with the mistake in it. Raises ValueError when the text to mutate is not there exactly once, or when the
+    result is no Python."""
+    text = (root / mutant.file).read_text("utf-8")
+    if (count := text.count(mutant.old)) != 1:
+        raise ValueError(
+            f"{mutant.name}: the text to mutate occurs {count} times in {mutant.file}: {mutant.old.strip()!r}"
+        )
+    changed = text.replace(mutant.old, mutant.new)
+    ast.parse(changed)
+    return changed
+
+
+def copy(place: Path) -> Path:
+    """The packages and their tests, as they are now."""
+    place.mkdir()
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__", "local"))
+        else:
+            shutil.copy(ROOT / name, place / name)
+    return place
+
+
+def run(tests: tuple[str, ...], place: Path) -> tuple[str, str]:
+    """("passed" | "failed" | "hung" | "not run", the end of what pytest said) of tests in a copy."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAYKEEL_", "PYTEST_"))}
+    # No bytecode: a mutant and its original may have one size and one second.
+    environment |= {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--durations=0", "--tb=line", *tests],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "hung", ""
+    return {0: "passed", 1: "failed"}.get(process.returncode, "not run"), said[-2000:]
+
+
+def try_out(mutant: Mutant, place: Path) -> tuple[str, str, float]:
+    """What its tests say of a mutant, in a copy that is as it was afterwards."""
+    path, begun = place / mutant.file, time.monotonic()
+    original = path.read_text("utf-8")
+    try:
+        path.write_text(mutated(mutant, place), "utf-8")
+        found, said = run(mutant.tests, place)
+    finally:
+        path.write_text(original, "utf-8")
+    return found, said, time.monotonic() - begun
+
+
+def main(names: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    if unknown := set(names) - {mutant.name for mutant in MUTANTS}:
+        print(f"no such mutant: {', '.join(sorted(unknown))}")
+        return 2
+    try:
+        for mutant in chosen:
+            mutated(mutant)
+    except (ValueError, SyntaxError) as error:
+        print(error)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="raykeel-mutants-") as directory:
+        copies = [copy(Path(directory) / str(number)) for number in range(SIDE_BY_SIDE)]
+        free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for place in copies:
+            free.put(place)
+        begun = time.monotonic()
+        tests = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
+        # Shared between the copies, so that fixtures of a file are made once.
+        by_file = sorted(tests)
+        halves = [tuple(by_file[: len(by_file) // 2]), tuple(by_file[len(by_file) // 2 :])]
+        with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            unchanged = list(pool.map(run, [half for half in halves if half], copies))
+            if any(found != "passed" for found, _ in unchanged):
+                print("the unchanged code does not pass:\n" + "\n".join(said for _, said in unchanged))
+                return 2
+            print(f"{len(tests)} tests pass on the unchanged code ({time.monotonic() - begun:.0f} s)", flush=True)
+
+            def one(mutant: Mutant) -> str:
+                place = free.get()
+                try:
+                    found, said, seconds = try_out(mutant, place)
+                finally:
+                    free.put(place)
+                verdict = {"passed": "SURVIVED", "failed": "noticed", "hung": "noticed (hung)"}.get(found, "NOT RUN")
+                print(f"{mutant.name.ljust(24)} {verdict.ljust(15)} {seconds:5.1f} s  {mutant.file}", flush=True)
+                if verdict == "NOT RUN":
+                    print(said)
+                return verdict
+
+            verdicts = list(pool.map(one, chosen))
+    survived, broken = verdicts.count("SURVIVED"), verdicts.count("NOT RUN")
+    print(f"{len(chosen)} mutants, {survived} survived, {broken} not run, {time.monotonic() - begun:.0f} s")
+    return 2 if broken else 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
