@@ -111,11 +111,12 @@ def space(app: AppConfig, store: Store, everything: Inventory) -> Rows:
     rows.append(("quarantine", shown(size(store.bucket.entries("quarantine")))))
     if store.bucket.directory is None:
         rows.append(("copies", f"{copies.cache()}: {shown(_tree(copies.cache()))}"))
+    disks: dict[int, tuple[str, str]] = {}
     for label, path in (("free", store.scratch), ("free, state", app.state_root)):
         place = next(parent for parent in (path, *path.parents) if parent.exists())
         disk = shutil.disk_usage(place)
-        rows.append((label, f"{shown(disk.free)} of {shown(disk.total)} ({place})"))
-    return rows[:-1] if rows[-1][1] == rows[-2][1] else rows
+        disks.setdefault(place.stat().st_dev, (label, f"{shown(disk.free)} of {shown(disk.total)} ({place})"))
+    return [*rows, *disks.values()]
 
 
 def _tree(path: Path) -> int:
