@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelines import composed
 from pipelines.axes import SweepConfig
 from pipelines.mistakes import ConfigError, did_you_mean, explain, refuse_the_word_none, reject_unknown_keys
 from stages.contract import STAGES, StageConfig
@@ -18,6 +19,7 @@ from stages.storage.bucket import local_path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+COMPOSED = ROOT / ".raykeel" / "composed"
 
 
 WAIVABLE = ("code", "env")
@@ -222,7 +224,17 @@ def register_schemas() -> None:
 
 def compose(overrides: list[str], conf: str | None = None) -> AppConfig:
     """Compose `conf/config.yaml` with the overrides into dataclasses. Raises ConfigError with one message."""
-    return to_objects(compose_node(overrides, conf))
+    import stages
+
+    overrides = [_model_shorthand(override) for override in overrides]
+    name = composed.key(ROOT, Path(conf).resolve() if conf else None, overrides)
+    stages.load()
+    app: AppConfig | None = composed.load(COMPOSED, name) if name else None
+    if app is None:
+        app = to_objects(compose_node(overrides, conf))
+        if name:
+            composed.keep(COMPOSED, name, app)
+    return app
 
 
 def compose_node(overrides: list[str], conf: str | None = None) -> Any:
