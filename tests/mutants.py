@@ -5,7 +5,7 @@ survives its mutant is not kept.
 there unchanged, then each mutant with its own tests. The working tree is never touched. Exit code 1 when a mutant survives, 2 when
 a text to mutate is gone, a test does not run, or the unchanged code fails.
 
-36 mutants took 250 s on two cores that others kept busy too, and 280 s of CPU time: on two idle ones that is well under the four
+39 mutants took 270 s on two cores that others kept busy too, and 280 s of CPU time: on two idle ones that is well under the four
 minutes that `.ci/run` has for it. A new mutant names the fewest and quickest tests; those of tests/faults start whole runs.
 """
 
@@ -92,6 +92,13 @@ MUTANTS = (
         'return _started(pid) == holder["started"] and',
         "return",
         (f"{LEASE}::test_a_process_is_told_from_a_later_one_of_its_pid",),
+    ),
+    Mutant(
+        "dead-hosts-live",
+        "pipelines/lease.py",
+        "return time.monotonic() - self._since > STALE_AFTER_S",
+        "return False",
+        (f"{LEASE}::test_a_holder_on_another_host_is_replaced_when_its_heart_stopped_and_not_before",),
     ),
     Mutant(
         "oldest-wins",
@@ -275,6 +282,20 @@ MUTANTS = (
         "    os.killpg(os.getpgrp(), signal.SIGKILL)\n",
         "    time.sleep(60)\n",
         (f"{WORKER}::test_a_killed_driver_leaves_no_worker_and_no_child_of_one",),
+    ),
+    Mutant(
+        "deaf-to-hangup",
+        "pipelines/session.py",
+        "caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)",
+        "caught = (signal.SIGINT, signal.SIGTERM)",
+        ("tests/faults/test_signals.py::test_one_signal_ends_a_run_in_order[parent-SIGHUP]",),
+    ),
+    Mutant(
+        "newest-by-time",
+        "stages/training/checkpoints.py",
+        'sorted(directory.glob("step-*"), reverse=True)',
+        'sorted(directory.glob("step-*"), key=os.path.getmtime, reverse=True)',
+        ("tests/faults/test_clock.py::test_the_newest_checkpoint_is_the_one_of_the_highest_step",),
     ),
     Mutant(
         "no-preflight",
