@@ -130,7 +130,8 @@ def code_now(module: str) -> dict[str, str]:
     """
     packages = (OURS, module.partition(".")[0])
     found: dict[str, str] = {}
-    waiting, seen = [module], set()
+    # What runs as __main__ has a file, but no name under which a worker process would find it again.
+    waiting, seen = ([] if module == "__main__" else [module]), set()
     while waiting:
         name = waiting.pop()
         if name in seen or name.partition(".")[0] not in packages:

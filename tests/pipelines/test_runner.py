@@ -167,13 +167,13 @@ def test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right(stat
     killed = subprocess.run([sys.executable, "-c", script, str(state)], capture_output=True, timeout=120)
     assert killed.returncode == -9
     assert set(published(state)) == {"make"}
-    statuses = sorted(r.info.status for r in runs(state))
-    assert statuses == ["FINISHED", "RUNNING", "RUNNING"]  # the control: the kill really left open runs
+    statuses = [r.info.status for r in runs(state)]
+    assert statuses.count("RUNNING") >= 2 and "KILLED" not in statuses  # the control: the kill really left open runs
     go(app_of(state))
     assert set(published(state)) == {"make", "double", "judge"}
     assert executions(state).count("make") == 1
     ended = [r.info.status for r in runs(state)]
-    assert "RUNNING" not in ended and ended.count("KILLED") == 2
+    assert "RUNNING" not in ended and ended.count("KILLED") == 2  # the pipeline and `double`; `make` had been published
     assert list((state / "store" / "staging").glob("*/half-written")) == []
 
 
