@@ -8,6 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from stages.storage.hashing import sha256_file, tree_digest
+
 GRAIN_NS = 2_000_000_000
 """A file changed less than two seconds ago may change again within the clock's grain: its mtime is not trusted yet."""
 
@@ -83,16 +85,5 @@ class Digests:
             return {}
 
 
-def tree_digest(files: dict[str, str]) -> str:
-    """Digest of a tree from its files' digests: names and bytes count, times and modes do not."""
-    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -15,6 +15,7 @@ What is being made stands in `scratch`, always a directory of this machine: stag
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -29,12 +30,13 @@ import psutil
 
 from pipelines import cost
 from pipelines.config import AppConfig
-from pipelines.digests import Digests, sha256_file, tree_digest
+from pipelines.digests import Digests
 from pipelines.fingerprint import recipe
 from pipelines.lease import Lease, Slots, identity
 from pipelines.mistakes import ConfigError
 from stages.artifacts import MANIFEST
 from stages.storage.bucket import Bucket, BucketError, fsync
+from stages.storage.hashing import sha256_file, tree_digest
 
 
 class IntegrityError(Exception):
@@ -125,15 +127,17 @@ class Store:
             key = f"results/{fingerprint}/{fence:06d}.json"
             try:
                 data = json.loads(self.bucket.get(key) or b"")
+                if data.get("removed"):  # what was the last result was taken away: an older one is not the last
+                    return None, None
                 if "sealed" not in data:
                     return Record(fingerprint, data["digest"], data["payload"], data["meta"], fence), None
             except (ValueError, KeyError, TypeError) as error:
                 return None, f"{self.root}/{key}: unreadable record ({type(error).__name__})"
         return None, None
 
-    def verify(self, digest: str, *, deep: bool = False) -> None:
+    def verify(self, digest: str, *, deep: bool = False, sizes_only: bool = False) -> None:
         """Raise IntegrityError unless every file of the object is there with its size and bytes. A file is hashed once for each
-        size, mtime and inode (or entity tag); `deep` hashes all of them now."""
+        size, mtime and inode (or entity tag); `deep` hashes all of them now, `sizes_only` none."""
         place = f"objects/{digest}"
         listed = self.manifest(digest)
         found = {entry.key.removeprefix(f"{place}/"): entry for entry in self.bucket.entries(place)}
@@ -143,6 +147,8 @@ class Store:
                 raise IntegrityError(f"{where}: the file is gone")
             if found[name].bytes != bytes_listed:
                 raise IntegrityError(f"{where}: {found[name].bytes} bytes, its manifest says {bytes_listed}")
+            if sizes_only:
+                continue
             directory = self.object_directory(digest)
             if directory is not None:
                 now = self.digests.file(directory / name, trusted=not deep)
@@ -179,25 +185,37 @@ class Store:
         self.digests.note_tagged(uri, tag, found)
         return found
 
-    def set_aside(self, fingerprint: str) -> str:
-        """Move a broken record, and its object when that is what is broken, to quarantine/. Returns the new place."""
+    def set_aside(self, fingerprint: str, fence: int | None = None) -> str:
+        """Move a broken record (of this fence; default: the newest), and its object when that is what is broken, to quarantine/.
+        Returns the new place, which is the old one for a record that was set aside before."""
         place = f"quarantine/{fingerprint[:16]}-{uuid.uuid4().hex[:8]}"
         slots = Slots.of(self.bucket, fingerprint)
-        for fence in slots.fences:
-            key = f"results/{fingerprint}/{fence:06d}.json"
-            data = self.bucket.get(key) if slots.ended(fence) else None
-            if data is None or b'"sealed"' in data[:200]:
+        for number in slots.fences if fence is None else [fence]:
+            key = f"results/{fingerprint}/{number:06d}.json"
+            data = self.bucket.get(key) if slots.ended(number) else None
+            record = _parsed(data or b"")
+            if data is None or ("sealed" in record and fence is None):
                 continue
+            if "sealed" in record:
+                return f"{self.root}/{record.get('place', key)}"
             self.bucket.put(f"{place}/record.json", data)
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                digest = json.loads(data)["digest"]
-                try:
-                    self.verify(digest)
-                except IntegrityError:
-                    self.bucket.move(f"objects/{digest}", f"{place}/object")
-            self.bucket.put(key, json.dumps({"sealed": f"set aside in {place}"}).encode())
+            # Sealed first: from here on nobody takes it for a result, whatever comes of the rest.
+            seal = {"sealed": f"set aside in {place}", "removed": True, "place": place}
+            self.bucket.put(key, json.dumps(seal).encode())
+            if "digest" in record:
+                self._quarantine(str(record["digest"]), place)
             break
         return f"{self.root}/{place}"
+
+    def _quarantine(self, digest: str, place: str) -> None:
+        """Move an object that is not whole. What cannot be moved (S3 copies at most 5 GB) stays, and is replaced when it is made again."""
+        try:
+            self.verify(digest)
+        except IntegrityError:
+            try:
+                self.bucket.move(f"objects/{digest}", f"{place}/object")
+            except BucketError as error:
+                logging.getLogger(__name__).warning("object %s not moved: %s", digest[:12], error)
 
     def records(self) -> Iterator[Record]:
         """The newest record of every result, unverified; unreadable ones are left out."""
@@ -236,10 +254,11 @@ class Store:
             self.verify(digest)
             shutil.rmtree(staged)  # the same content is there already, and whole
             return
-        if self.bucket.entries(f"objects/{digest}"):
-            self.bucket.move(f"objects/{digest}", f"quarantine/{digest[:16]}-{uuid.uuid4().hex[:8]}/object")
         target = self.object_directory(digest)
+        if self.bucket.get(f"objects/{digest}/{MANIFEST}") is not None or (target and target.exists()):
+            self._quarantine(digest, f"quarantine/{digest[:16]}-{uuid.uuid4().hex[:8]}")
         if target is None:
+            # Another run may be uploading the same bytes under the same names: whoever is last changes nothing.
             self.bucket.upload(staged, files, f"objects/{digest}")
             self.bucket.upload(staged, [MANIFEST], f"objects/{digest}")
             for entry in self.bucket.entries(f"objects/{digest}"):
@@ -251,6 +270,8 @@ class Store:
         try:
             staged.rename(target)
         except OSError:
+            if not target.exists():
+                raise
             self.verify(digest)  # another run of equal content was faster
             return
         fsync(target.parent)
@@ -262,13 +283,23 @@ class Store:
     ) -> Record:
         """The one create-if-absent after which the result exists, and before which nothing does. Raises LeaseLost."""
         meta = {**meta, "bytes": deposit.bytes}
-        if self.bucket.get(f"objects/{deposit.digest}/{MANIFEST}") is None:  # equal content that `make gc` took meanwhile
-            raise IntegrityError(f"{self.object_uri(deposit.digest)}: was removed before it was published; run again")
-        lease.commit({"digest": deposit.digest, "payload": payload, "meta": meta})
+        self._require_whole(deposit.digest)
+        stands = lease.commit({"digest": deposit.digest, "payload": payload, "meta": meta})
+        # From here on it is published, whatever fails.
         shutil.rmtree(self.work(fingerprint), ignore_errors=True)
         if self.bucket.directory is None:  # what an attached cluster's node mirrored there
-            self.bucket.delete(entry.key for entry in self.bucket.entries(f"work/{fingerprint}"))
-        return Record(fingerprint, deposit.digest, payload, meta, lease.fence)
+            try:
+                self.bucket.delete(entry.key for entry in self.bucket.entries(f"work/{fingerprint}"))
+            except BucketError as error:  # `make gc` takes it
+                logging.getLogger(__name__).warning("resumable state stays behind: %s", error)
+        return Record(fingerprint, stands["digest"], stands["payload"], stands["meta"], lease.fence)
+
+    def _require_whole(self, digest: str) -> None:
+        """All files with their sizes, a moment before a record names them: `make gc` may have taken equal content meanwhile."""
+        try:
+            self.verify(digest, sizes_only=True)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}: it was removed before it was published; run again") from error
 
     def sweep_staging(self) -> None:
         """Remove what killed processes of this host left half written."""
@@ -326,3 +357,12 @@ class Store:
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
         self.bucket.put(key, json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode())
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """A record or a seal; {} for what is neither."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.config import AppConfig, ClusterMode
 from pipelines.store import Deposit, IntegrityError, Store
-from stages.artifacts import Artifact, ArtifactError
+from stages.artifacts import Artifact, ArtifactError, DamagedArtifact
 from stages.contract import STAGES, Context, GateRefused, ResourcesUnavailable, StageConfig, StageError
-from stages.storage.bucket import local_path
+from stages.storage.bucket import BucketError, local_path
 
 if TYPE_CHECKING:  # its imports are for the process that starts Ray
     from pipelines.cluster import Address
@@ -253,7 +253,7 @@ def portable(error: BaseException) -> BaseException:
     """The error as the driver may know it: it loads no stage's and no library's module to read one."""
     if _disk_is_full(error):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for known in (GateRefused, ResourcesUnavailable, StageError, ArtifactError, IntegrityError):
+    for known in (GateRefused, ResourcesUnavailable, StageError, DamagedArtifact, ArtifactError, IntegrityError, BucketError):
         if isinstance(error, known):
             return known(str(error))
     if type(error).__module__ == "builtins":

@@ -20,6 +20,10 @@ class ArtifactError(Exception):
     """A directory is not what its type promises. The message names the file."""
 
 
+class DamagedArtifact(ArtifactError):
+    """A published artifact is not what was published. The message names the file."""
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A directory at `uri` whose tree has the content `digest` (64 hex characters; empty while unpublished)."""
@@ -28,11 +32,12 @@ class Artifact:
     digest: str = ""
 
     def local(self) -> Path:
-        """The directory on this node: the artifact itself, or a verified copy of what an object store holds."""
+        """The directory on this node: the artifact itself, or a verified copy of what an object store holds. Raises
+        DamagedArtifact, and OSError when the object store cannot be reached."""
         try:
             return copies.local(self.uri)
-        except copies.BrokenCopy as error:
-            raise ArtifactError(str(error)) from error
+        except copies.WrongBytes as error:
+            raise DamagedArtifact(str(error)) from error
 
     def summary(self) -> dict[str, Any]:
         """The parsed `summary.json`."""

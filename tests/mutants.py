@@ -75,14 +75,14 @@ MUTANTS = (
     Mutant(
         "lost-lease-publishes",
         "pipelines/lease.py",
-        "if not self.bucket.create(_key(self.fingerprint, self.fence), document):",
-        "if self.bucket.create(_key(self.fingerprint, self.fence), document) is None:",
+        "if not self.bucket.create(_key(self.fingerprint, self.fence), data):",
+        "if self.bucket.create(_key(self.fingerprint, self.fence), data) is None:",
         (f"{LEASE}::test_who_lost_the_lease_cannot_publish",),
     ),
     Mutant(
         "deaf-heartbeat",
         "pipelines/lease.py",
-        "if not self._ended and self.bucket.get(_key(self.fingerprint, self.fence)) is not None:",
+        "if end is not None:",
         "if False:",
         (f"{LEASE}::test_the_heartbeat_notices_that_the_lease_is_lost",),
     ),
@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "record-without-object",
         "pipelines/store.py",
-        'if self.bucket.get(f"objects/{deposit.digest}/{MANIFEST}") is None:',
-        "if False:",
+        "        self._require_whole(deposit.digest)\n",
+        "",
         (f"{HALF}::test_a_record_is_never_made_for_an_object_that_is_gone[directory]",),
     ),
     Mutant(
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "unverified-copy",
         "stages/storage/copies.py",
-        'if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:',
+        "if sha256_file(partial / name) != sha256:",
         "if False:",
         (f"{STORE}::test_a_machine_that_never_hashed_a_blob_hashes_it_before_it_is_read",),
     ),
@@ -163,14 +163,14 @@ MUTANTS = (
     Mutant(
         "broken-stays",
         "pipelines/store.py",
-        '            self.bucket.put(key, json.dumps({"sealed": f"set aside in {place}"}).encode())\n',
+        "            self.bucket.put(key, json.dumps(seal).encode())\n",
         "",
         (f"{STORE}::test_a_damaged_object_is_no_hit_and_names_the_file[directory-flip]",),
     ),
     Mutant(
         "no-quarantine",
         "pipelines/store.py",
-        'self.bucket.move(f"objects/{digest}", f"quarantine/{digest[:16]}-{uuid.uuid4().hex[:8]}/object")',
+        'self._quarantine(digest, f"quarantine/{digest[:16]}-{uuid.uuid4().hex[:8]}")',
         "pass",
         (f"{HALF}::test_an_object_that_is_in_the_way_is_set_aside[directory]",),
     ),

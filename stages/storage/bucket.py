@@ -24,12 +24,22 @@ from obstore.store import from_url
 
 TRANSFERS = 8
 """Files that go up or down at the same time."""
+PATIENCE_S = 300.0
+"""For one request, body included: 64 MB at 0.2 MB/s."""
+PIECE = 64 * 2**20
+"""Bytes that one request reads: what is larger is read in ranges, each of which may be tried again."""
+PARTS = 9_000
+"""An object store takes at most 10,000 parts of an upload."""
 PROBES = 8
 SCHEMES = ("file", "s3", "gs", "az")
 
 
 class BucketError(OSError):
     """The backend refuses or cannot be reached. The message names the place and what it said, in one line."""
+
+
+class BlobMissing(BucketError):
+    """The backend answers, and has no such blob."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +57,9 @@ class Entry:
 class Bucket:
     """Blobs by key (`a/b/c.json`) below one URI."""
 
-    def __init__(self, uri: str, *, single_writer: bool = False) -> None:
-        """`single_writer`: the caller vouches that nobody else writes, so `create` may look before it writes."""
+    def __init__(self, uri: str, *, single_writer: bool = False, patience_s: float = PATIENCE_S) -> None:
+        """`single_writer`: the caller vouches that nobody else writes, so `create` may look before it writes. `patience_s`: how
+        long one request may take; it is tried again for three times as long."""
         self.uri = uri.rstrip("/")
         self.single_writer = single_writer
         self.directory = local_path(uri)
@@ -63,8 +74,12 @@ class Bucket:
         self._opened = from_url(
             self.uri,
             # Plain http only where the user's own endpoint says so.
-            client_options={"allow_http": endpoint.startswith("http://"), "connect_timeout": "5s", "timeout": "300s"},
-            retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60)},
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "connect_timeout": "5s",
+                "timeout": timedelta(seconds=patience_s),
+            },
+            retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=3 * patience_s)},
         )
 
     @property
@@ -80,6 +95,12 @@ class Bucket:
         """Make the directory, when the bucket is one."""
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
+
+    def impatient(self, patience_s: float) -> "Bucket":
+        """The same blobs for whoever must not wait long for one request."""
+        if self.directory is not None:
+            return self
+        return Bucket(self.uri, single_writer=self.single_writer, patience_s=patience_s)
 
     def get(self, key: str) -> bytes | None:
         """The blob, or None when there is none."""
@@ -167,8 +188,10 @@ class Bucket:
         self.prepare()
 
         def one(name: str) -> None:
+            path = directory / name
+            part = max(8 * 2**20, -(-path.stat().st_size // PARTS))
             try:
-                obstore.put(self._store, f"{prefix}/{name}", directory / name)
+                obstore.put(self._store, f"{prefix}/{name}", path, chunk_size=part)
             except (BaseError, OSError) as error:
                 raise self._error("write", f"{prefix}/{name}", error) from error
 
@@ -190,7 +213,12 @@ class Bucket:
     def chunks(self, key: str) -> Iterator[Any]:
         """A blob's bytes in pieces of a few MB, each with the buffer interface."""
         try:
-            yield from obstore.get(self._store, key).stream(min_chunk_size=4 * 2**20)
+            size = obstore.head(self._store, key)["size"]
+            if size <= PIECE:
+                yield from obstore.get(self._store, key).stream(min_chunk_size=4 * 2**20)
+                return
+            for start in range(0, size, PIECE):
+                yield obstore.get_range(self._store, key, start=start, end=min(start + PIECE, size))
         except (BaseError, OSError) as error:
             raise self._error("read", key, error) from error
 
@@ -218,7 +246,8 @@ class Bucket:
         room = (
             f"; {free_mb(self.directory)} MB free: free some (make gc) and run again" if full and self.directory else ""
         )
-        raised = BucketError(f"{self.uri}/{key}: cannot {what} ({said}){room}")
+        kind = BlobMissing if isinstance(error, FileNotFoundError) else BucketError
+        raised = kind(f"{self.uri}/{key}: cannot {what} ({said}){room}")
         raised.errno = int(number[1]) if number else None
         return raised
 

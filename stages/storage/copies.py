@@ -5,7 +5,6 @@ Copies stand under RAYKEEL_CACHE (default ~/.cache/raykeel), named by content di
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -15,17 +14,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from stages.storage.hashing import sha256_file, tree_digest
+
 MANIFEST = "MANIFEST.json"
 FETCHED = ".fetched.json"
 """In a copy: size, mtime and inode of each file when it was hashed. A file that differs is not trusted."""
 
 
-class BrokenCopy(Exception):
-    """The artifact cannot be fetched, or its bytes are not what its manifest says. Names the file."""
+class WrongBytes(Exception):
+    """What the object store holds is not what was published. Names the file."""
 
 
 def local(uri: str) -> Path:
-    """The directory behind an artifact's URI on this node. Raises BrokenCopy."""
+    """The directory behind an artifact's URI on this node. Raises WrongBytes, and BucketError when it cannot be fetched now."""
     parsed = urlparse(uri)
     if parsed.scheme == "file":
         return Path(unquote(parsed.path))
@@ -49,27 +50,37 @@ def cache() -> Path:
 
 def _fetch(uri: str, copy: Path) -> None:
     """Download beside the final place, hash every file, rename."""
-    from stages.storage.bucket import Bucket, BucketError
+    from stages.storage.bucket import BlobMissing, Bucket
 
     partial = copy.with_name(f".{copy.name}.{uuid.uuid4().hex[:8]}")
     try:
         bucket = Bucket(uri)
-        manifest = json.loads(bucket.get(MANIFEST) or b"null")
-        if manifest is None:
-            raise BrokenCopy(f"{uri}: there is no such artifact ({MANIFEST} is missing)")
+        manifest = _manifest(uri, bucket.get(MANIFEST))
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda name: bucket.download(name, partial / name), manifest["files"]))
-        for name, entry in manifest["files"].items():
-            with (partial / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    raise BrokenCopy(f"{uri}/{name}: its bytes changed since it was published")
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
-        (partial / FETCHED).write_text(json.dumps({name: _stamp(partial / name) for name in manifest["files"]}))
+            list(pool.map(lambda name: bucket.download(name, partial / name), manifest))
+        for name, sha256 in manifest.items():
+            if sha256_file(partial / name) != sha256:
+                raise WrongBytes(f"{uri}/{name}: its bytes changed since it was published")
+        bucket.download(MANIFEST, partial / MANIFEST)
+        (partial / FETCHED).write_text(json.dumps({name: _stamp(partial / name) for name in manifest}))
         partial.rename(copy)
-    except BucketError as error:
-        raise BrokenCopy(str(error)) from error
+    except BlobMissing as error:
+        raise WrongBytes(f"{error}: the file is gone") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _manifest(uri: str, data: bytes | None) -> dict[str, str]:
+    """File -> sha256, of the object that the URI names by its digest."""
+    if data is None:
+        raise WrongBytes(f"{uri}: there is no such artifact ({MANIFEST} is missing)")
+    try:
+        files = {str(name): str(entry["sha256"]) for name, entry in json.loads(data)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WrongBytes(f"{uri}/{MANIFEST}: unreadable ({type(error).__name__})") from error
+    if tree_digest(files) != uri.rstrip("/").rpartition("/")[2]:
+        raise WrongBytes(f"{uri}/{MANIFEST}: does not belong to this artifact")
+    return files
 
 
 def _is_untouched(copy: Path) -> bool:

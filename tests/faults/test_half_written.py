@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.digests import sha256_file, tree_digest
 from pipelines.lease import Lease
 from pipelines.store import IntegrityError
 from stages.artifacts import MANIFEST
+from stages.storage.hashing import sha256_file, tree_digest
 from tests.faults.project import Project
 from tests.faults.stages import PARTS
 

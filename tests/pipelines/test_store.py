@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.digests import sha256_file, tree_digest
 from pipelines.lease import Lease, LeaseLost
 from pipelines.mistakes import ConfigError
 from pipelines.store import IntegrityError, Record, Store
-from stages.artifacts import ArtifactError, Rows
+from stages.artifacts import DamagedArtifact, Rows
+from stages.storage import bucket as buckets
 from stages.storage.bucket import Bucket, BucketError
+from stages.storage.hashing import sha256_file, tree_digest
 from tests.services import Service
 
 
@@ -125,11 +126,84 @@ def test_a_machine_that_never_hashed_a_blob_hashes_it_before_it_is_read(
     other = open_store(root, tmp_path / "two")
     other.bucket.put(f"objects/{record.digest}/rows/part-00000.parquet", b"8")
     assert other.find("f" * 64)[0] is not None  # an object store gives no cheap proof of bytes
-    with pytest.raises(ArtifactError, match=r"part-00000\.parquet: its bytes changed"):
+    with pytest.raises(DamagedArtifact, match=r"part-00000\.parquet: its bytes changed"):
         Rows(uri=other.object_uri(record.digest)).local()
     with pytest.raises(IntegrityError, match=r"part-00000\.parquet"):
         other.verify(record.digest, deep=True)
     assert other.find("f" * 64)[0] is None  # known from now on
+
+
+def test_what_was_set_aside_revives_no_older_result_and_is_set_aside_once(store: Store) -> None:
+    publish(store, "1")
+    last = publish(store, "2")
+    place = store.set_aside("f" * 64, last.fence)
+    assert store.find("f" * 64) == (None, None)  # the older one is not the last
+    assert store.set_aside("f" * 64, last.fence) == place  # whoever comes second
+    assert len(store.bucket.children("quarantine")) == 1
+
+
+def test_a_commit_whose_answer_was_lost_is_ours(store: Store) -> None:
+    with Lease.acquire(store.bucket, "f" * 64, lambda who: None, 1.0) as lease:
+        first = store.publish(store.deposit(stage_files(store, "1")), "f" * 64, {}, {"run_id": "a"}, lease)
+        again = store.publish(store.deposit(stage_files(store, "2")), "f" * 64, {}, {"run_id": "b"}, lease)
+    assert again == first and store.find("f" * 64)[0] == first
+
+
+def test_what_was_removed_before_its_record_is_not_published(store: Store) -> None:
+    with Lease.acquire(store.bucket, "f" * 64, lambda who: None, 1.0) as lease:
+        deposit = store.deposit(stage_files(store))
+        store.bucket.delete([f"objects/{deposit.digest}/rows/part-00000.parquet"])
+        with pytest.raises(IntegrityError, match=r"part-00000\.parquet: the file is gone: it was removed before"):
+            store.publish(deposit, "f" * 64, {}, {}, lease)
+    assert store.find("f" * 64) == (None, None)
+
+
+def test_an_upload_that_was_cut_is_completed_by_the_next_and_disturbs_no_other(store: Store) -> None:
+    digest = store.deposit(stage_files(store)).digest
+    store.bucket.delete([f"objects/{digest}/MANIFEST.json", f"objects/{digest}/summary.json"])
+    assert store.deposit(stage_files(store)).digest == digest
+    store.verify(digest, deep=True)
+
+
+def test_strange_names_among_the_slots_are_nobodys_business(store: Store) -> None:
+    record = publish(store)
+    store.bucket.put(f"results/{'f' * 64}/.DS_Store", b"x")
+    assert store.find("f" * 64)[0] == record
+
+
+def test_a_blob_larger_than_one_request_is_read_in_ranges(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "PIECE", 1000)
+    bucket = Bucket(root)
+    data = bytes(range(256)) * 40
+    bucket.put("large", data)
+    bucket.download("large", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data and b"".join(map(bytes, bucket.chunks("large"))) == data
+
+
+def test_a_manifest_that_is_not_the_objects_own_is_not_believed(
+    tmp_path: Path, s3: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**s3.env, "RAYKEEL_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(f"s3://store/{uuid.uuid4().hex}", tmp_path)
+    one, two = publish(store, "1", "a" * 64), publish(store, "2", "b" * 64)
+    other = store.bucket.get(f"objects/{two.digest}/MANIFEST.json")
+    for data, words in ((other, "does not belong"), (b"{", "unreadable"), (b"[]", "unreadable")):
+        store.bucket.put(f"objects/{one.digest}/MANIFEST.json", data or b"")
+        with pytest.raises(DamagedArtifact, match=words):
+            Rows(uri=store.object_uri(one.digest)).local()
+
+
+def test_an_object_store_that_is_away_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "PATIENCE_S", 0.3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("RAYKEEL_CACHE", str(tmp_path))
+    with pytest.raises(BucketError, match="cannot read"):
+        Bucket("s3://store/x", patience_s=0.3).get("k")
 
 
 def test_a_touched_mtime_is_still_a_hit(tmp_path: Path) -> None:

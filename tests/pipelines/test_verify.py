@@ -8,11 +8,11 @@ import pytest
 
 from pipelines import status, verify
 from pipelines.console import Console
-from pipelines.digests import sha256_file
 from pipelines.inventory import Inventory
 from pipelines.lease import Lease
 from pipelines.store import IntegrityError
 from stages.artifacts import ArtifactError, Checkpoint
+from stages.storage.hashing import sha256_file
 from tests.pipelines.stored import World
 
 
