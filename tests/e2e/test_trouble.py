@@ -62,6 +62,7 @@ def test_a_missing_source_exits_with_1(project: Project) -> None:
     assert not (project.state / "store").exists()
 
 
+@pytest.mark.slow
 def test_broken_lines_above_one_percent_exit_with_2_and_name_them(project: Project, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "fine"}\n{"text": "CANARY broken\n' + '{"text": "fine too"}\n' * 8)
@@ -104,6 +105,7 @@ def test_a_disk_without_room_is_named_before_anything_starts(project: Project, t
         subprocess.run(["umount", str(small)], check=True)
 
 
+@pytest.mark.slow
 def test_a_dead_attach_address_exits_with_5_and_says_where_it_came_from(project: Project) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -177,6 +177,7 @@ def test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right(stat
     assert list((state / "store" / "staging").glob("*/half-written")) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_marks_runs_killed_and_leaves_no_staging(state: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from pipelines import session; from tests.pipelines.test_runner import app_of, go\n"

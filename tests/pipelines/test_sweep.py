@@ -123,6 +123,7 @@ def test_the_greatest_wins_when_asked_for(project: Project) -> None:
     assert "stages.fit.x=5.5" in project(sweeping.best)
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_does_not_end_the_sweep_and_is_run_again_alone(project: Project) -> None:
     (project.trouble / "bad").touch()
     printed = project.begin("stages.fit.kind=good,bad,fine", f"stages.fit.trouble={project.trouble}")
@@ -141,6 +142,7 @@ def test_a_point_that_fails_does_not_end_the_sweep_and_is_run_again_alone(projec
     )  # the failed one stays on record
 
 
+@pytest.mark.slow
 def test_a_point_whose_stages_are_known_still_stands_in_the_comparison(project: Project) -> None:
     project.begin("stages.fit.x=1,2", name="one")
     before = project.executions

@@ -74,6 +74,7 @@ def test_a_moved_artifact_root_is_refused(tmp_path: Path) -> None:
         open_tracking(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_lock_held_for_seconds_loses_no_metric(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path)
     run = tracking.start_parent("p", {})

@@ -208,6 +208,7 @@ def test_a_stopped_process_is_told_from_one_that_waits(state: Path, capsys: pyte
     assert told == ["nothing heard for 1 s: its process does not answer"]
 
 
+@pytest.mark.slow
 def test_a_result_that_another_run_took_over_is_not_published(state: Path) -> None:
     store = Store.open(app_of(state))
 
@@ -303,6 +304,7 @@ def test_a_first_signal_lets_the_stage_clean_up_and_leaves_nothing(state: Path, 
     assert all(Slots.of(store.bucket, f).holder() is None for f in store.bucket.children("results"))
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_driver_and_worker_at_once(state: Path) -> None:
     driver, worker = started(state, "stubborn")
     driver.send_signal(signal.SIGTERM)

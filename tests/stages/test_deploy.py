@@ -120,6 +120,7 @@ class Traffic:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_first_version_serves_on_the_next_port_when_the_wanted_one_is_taken(
     house: House, make_context: Callable[..., Context]
 ) -> None:
@@ -148,6 +149,7 @@ def test_deploying_what_serves_already_changes_nothing(house: House, make_contex
     assert read_record(house.state) == before
 
 
+@pytest.mark.slow
 def test_a_roll_out_under_traffic_loses_no_request(house: House, make_context: Callable[..., Context]) -> None:
     before = read_record(house.state)
     assert before is not None

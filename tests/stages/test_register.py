@@ -36,6 +36,7 @@ def inputs(root: Path, directory: Path, *, approved: str = DIGEST) -> dict[str, 
     }
 
 
+@pytest.mark.slow
 def test_a_version_is_made_once_with_its_tags_and_the_alias(
     make_context: Callable[..., Context], tmp_path: Path, model: Path
 ) -> None:
@@ -64,6 +65,7 @@ def test_what_was_not_approved_is_refused_before_anything_is_registered(
     assert ctx.registry.versions == {}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_model_whose_answers_changed_does_not_become_candidate(
     make_context: Callable[..., Context], tmp_path: Path, model: Path
 ) -> None:

@@ -447,13 +447,13 @@ def test_a_client_that_leaves_frees_the_model(slow: Running) -> None:
             body = {"model": NAME, "prompt": "a", "max_tokens": 100_000, "ignore_eos": True}
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
             response = None
-        wait_until(lambda: slow.app.engine.active is not None, 2)
+        wait_until(lambda: slow.app.engine.active is not None, 5)
         assert connection.sock is not None
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
         if response:
             response.close()
-        wait_until(lambda: slow.app.engine.active is None, 1)
+        wait_until(lambda: slow.app.engine.active is None, 2)
         before = slow.app.engine.generated_tokens
         time.sleep(0.2)
         assert slow.app.engine.generated_tokens == before

@@ -65,6 +65,7 @@ def test_accumulated_gradients_equal_one_mean_over_unpacked_documents(data, tmp_
     assert difference < 1e-6
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(data, tmp_path):
     rows = len(PackedSplit.read(data.local(), "train"))
     uneven = config(tokens_per_step=7 * tiny.LENGTH)  # 7 rows: one rank has 4, the other 3

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from stages.contract import ResourcesUnavailable
+from stages.training import preflight
 from stages.training.preflight import require_cpus
 
 
@@ -30,12 +31,13 @@ def nodes(*cpus: float) -> list[dict]:
         ),
     ],
 )
-def test_what_cannot_be_placed_is_refused_in_seconds(workers, cpus, given, free, message):
+def test_what_cannot_be_placed_is_refused_in_seconds(workers, cpus, given, free, message, monkeypatch):
+    monkeypatch.setattr(preflight, "SETTLE_S", 1.0)
     start = time.monotonic()
     with pytest.raises(ResourcesUnavailable) as error:
         require_cpus(workers=workers, cpus=cpus, nodes=nodes(*given), free=lambda: free, fields=("workers", "cpus"))
     assert str(error.value) == message
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 4
 
 
 def test_what_is_given_back_meanwhile_is_waited_for():
