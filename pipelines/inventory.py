@@ -5,14 +5,13 @@ everything is listed, for whoever cleans up, checks or shows it.
 import functools
 import json
 import re
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines.lease import is_alive
+from pipelines.lease import is_alive, same_host
 from pipelines.store import Record, Store
 from stages.artifacts import MANIFEST
 from stages.storage.bucket import Entry
@@ -35,6 +34,8 @@ class Slot:
     holder: dict[str, Any] = field(default_factory=dict)
     """From the lease; empty when there is none."""
     sealed: str | None = None
+    removed: bool = False
+    """Sealed over a record: there was a result, and it is no result any more."""
     record: Record | None = None
 
     @property
@@ -50,7 +51,7 @@ class Slot:
         """Held by a process that lives, or that cannot be seen from here and beat lately."""
         if self.ended:
             return False
-        if self.holder.get("host") == socket.gethostname():
+        if same_host(self.holder):
             return is_alive(self.holder)
         return time.time() - max(entry.modified for entry in self.files.values()) < SILENT_AFTER_S
 
@@ -104,7 +105,8 @@ class Inventory:
 
     def newest(self, fingerprint: str) -> Record | None:
         """The record that a run would find."""
-        return next((slot.record for slot in self.slots.get(fingerprint, []) if slot.record is not None), None)
+        ends = (slot for slot in self.slots.get(fingerprint, []) if slot.record is not None or slot.removed)
+        return next((slot.record for slot in ends), None)
 
     def results(self) -> list[Record]:
         """The records that runs would find."""
@@ -146,7 +148,7 @@ def _read(store: Store, slot: Slot) -> None:
     if slot.ended:
         data = json.loads(store.bucket.get(slot.key) or b"")
         if "sealed" in data:
-            slot.sealed = str(data["sealed"])
+            slot.sealed, slot.removed = str(data["sealed"]), bool(data.get("removed"))
         else:
             slot.record = Record(slot.fingerprint, data["digest"], data["payload"], data["meta"], slot.fence)
 

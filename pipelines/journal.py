@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.config import redacted
-from pipelines.lease import identity, is_alive
+from pipelines.lease import identity, is_alive, same_host
 from stages.artifacts import Artifact
 
 DATASET_DIGEST_LIMIT = 36
@@ -24,6 +24,9 @@ RETRY_S = 2.0
 GATHER_S = 1.0
 POINTS_AT_ONCE = 900
 """One call a step would take a tenth of two cores; MLflow takes at most 1,000 points a call."""
+UNSEEN_S, UNSEEN_ENDED_S = 86400.0, 600.0
+"""A journal of another host or container, whose process nobody here can see, is left behind when it has not grown for so long;
+the second, when its run has ended and only the sending is left."""
 
 
 class Sends(Protocol):
@@ -217,7 +220,18 @@ def journal_lines(path: Path) -> list[dict[str, Any]]:
 def left_behind(spool: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
     """Journals of processes that are gone, with their lines."""
     found = [(path, journal_lines(path)) for path in spool.glob("*.jsonl")]
-    return [(path, lines) for path, lines in found if lines and not is_alive(lines[0]["owner"])]
+    return [(path, lines) for path, lines in found if lines and _is_left(path, lines)]
+
+
+def _is_left(path: Path, lines: list[dict[str, Any]]) -> bool:
+    owner = lines[0]["owner"]
+    if same_host(owner):
+        return not is_alive(owner)
+    limit = UNSEEN_ENDED_S if lines[-1]["op"] == "end" else UNSEEN_S
+    try:
+        return time.time() - path.stat().st_mtime > limit
+    except FileNotFoundError:
+        return False
 
 
 def _now_ms() -> int:

@@ -3,8 +3,8 @@
 Each try at a result takes the next slot `results/<fingerprint>/<fence>`, by one create-if-absent. A slot ends by a second one, of
 `<fence>.json`: the holder's record, or a seal. Whoever takes over from a dead holder writes that seal first, so a stalled process that
 wakes up late finds its slot closed and cannot publish; if its record was there first, the successor reuses it.
-Where its process can be seen, a holder is dead when that is gone. Elsewhere (another host or container) it is dead when its beat has not changed for STALE_AFTER_S of the
-watcher's own clock: no two clocks are ever compared.
+Where its process can be seen, a holder is dead when that is gone. Elsewhere (another host or container) it is dead when its beat has
+not changed for STALE_AFTER_S of the watcher's own clock: no two clocks are ever compared.
 """
 
 import functools
@@ -245,7 +245,7 @@ def _kernel() -> tuple[str, str, str]:
     machine = next((found for path in MACHINE_IDS if (found := _word(path))), "")
     boot = _word("/proc/sys/kernel/random/boot_id")[:8]
     try:
-        pids = str(os.stat("/proc/self/ns/pid").st_ino)
+        pids = str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
         pids = ""
     return hashlib.sha256(f"raykeel {machine}".encode()).hexdigest()[:8] if machine else "", boot, pids

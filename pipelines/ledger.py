@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.config import AppConfig, redacted
-from pipelines.lease import is_alive
+from pipelines.lease import is_alive, same_host
 from pipelines.plan import Step
 from pipelines.registry import tracking_uri
 from pipelines.store import Record, Store
@@ -71,7 +71,7 @@ class Invocation:
         if self.facts.get("ended", True):
             return False
         owner = self.facts.get("owner") or {}
-        if owner.get("host") == socket.gethostname():
+        if same_host(owner):
             return is_alive(owner)
         return time.time() - float(self.facts.get("modified", 0.0)) < FORGOTTEN_AFTER_S
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from pipelines.config import plain, redacted
 from pipelines.journal import Run, journal_lines, left_behind
-from pipelines.lease import identity, is_alive
+from pipelines.lease import identity, is_alive, same_host
 from pipelines.registering import NEVER_ACCEPTED, PATIENCE_S, patiently
 from pipelines.registry import fetch
 from stages.contract import ResourcesUnavailable, StageConfig
@@ -143,7 +143,7 @@ class Tracking:
             experiments = [e.experiment_id for e in self.client.search_experiments()]
             for run in self.client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
                 owner = json.loads(run.data.tags.get("raykeel.owner", "{}"))
-                if owner.get("host") != identity()["host"] or is_alive(owner):
+                if not same_host(owner) or is_alive(owner):
                     continue
                 made = self.of_journal(run.data.tags.get("raykeel.journal", ""), run.info.experiment_id)
                 if len(made) > 1 and not run.data.metrics and not run.data.params:

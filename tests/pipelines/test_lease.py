@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,18 @@ from pathlib import Path
 import pytest
 
 from pipelines import lease as leases
-from pipelines.lease import Lease, LeaseLost, LeaseTimeout, Slots, identity, is_alive
+from pipelines.lease import (
+    INITIAL_PIDS,
+    Lease,
+    LeaseLost,
+    LeaseTimeout,
+    Slots,
+    identity,
+    is_alive,
+    owner_tag,
+    same_host,
+    tag_is_alive,
+)
 from stages.storage.bucket import Bucket
 
 HOLD = (
@@ -109,7 +121,7 @@ def test_the_heartbeat_notices_that_the_lease_is_lost(bucket: Bucket, monkeypatc
 
 
 def test_of_many_that_find_a_dead_holder_one_takes_over(bucket: Bucket) -> None:
-    dead = {"pid": 2**22 + 1, "started": "never", "host": identity()["host"], "fence": 1}
+    dead = {**identity(), "pid": 2**22 + 1, "started": "never", "fence": 1}
     bucket.create("results/f/000001.lease.json", json.dumps(dead).encode())
     won: list[int] = []
 
@@ -136,3 +148,62 @@ def test_a_holder_that_fails_gives_the_slot_back_at_once(bucket: Bucket) -> None
 def test_a_process_is_told_from_a_later_one_of_its_pid() -> None:
     assert is_alive(identity())
     assert not is_alive({**identity(), "started": "1 after boot other"})
+
+
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+"""Another pid namespace under the same host name."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace of one's own needs root")
+def test_a_holder_in_another_container_of_the_same_name_is_not_taken_for_dead(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = subprocess.Popen(
+        [*CONTAINER, sys.executable, "-c", HOLD, bucket.uri], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        holder = Slots.of(bucket, "f").holder()
+        assert holder is not None and holder["host"] == identity()["host"] and holder["pid"] < 100  # the control
+        assert not same_host(holder) and not is_alive(holder)
+        with pytest.raises(LeaseTimeout, match="another container or boot"):
+            acquire(bucket, timeout_s=1.5)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace of one's own needs root")
+def test_a_container_tells_its_own_earlier_process_of_the_same_pid_and_spares_others() -> None:
+    """Two processes of pid 2 in one namespace, one after the other, and this one's tag."""
+    script = (
+        "import sys; from pipelines.lease import owner_tag, tag_is_alive;"
+        "print(owner_tag(), *(tag_is_alive(tag) for tag in sys.argv[1:]))"
+    )
+    again = "echo 1 > /proc/sys/kernel/ns_last_pid"
+    shell = f"""{again}; first=$('{sys.executable}' -c "{script}"); {again}
+        '{sys.executable}' -c "{script}" "$first" '{owner_tag()}'; echo "$first" """
+    said = subprocess.run([*CONTAINER, "bash", "-c", shell], capture_output=True, text=True, check=True, timeout=30)
+    second, earlier, other, first = said.stdout.split()
+    assert first != second and first.rsplit("-", 1)[0] == second.rsplit("-", 1)[0]  # the control: one pid
+    assert earlier == "False" and other == "True", said
+    assert tag_is_alive(first)  # it cannot be seen from here
+
+
+def test_who_can_be_seen_from_here() -> None:
+    me = identity()
+    assert same_host(me)
+    for name in ("host", "machine", "pids"):
+        assert not same_host({**me, name: "other"}), name
+    # Of another boot: gone for certain outside of containers; inside, an image may give its machine id to many.
+    assert same_host({**me, "boot": "00000000"}) is (me["pids"] == INITIAL_PIDS and me["machine"] != "")
+    assert not same_host({"pid": me["pid"], "started": me["started"], "host": me["host"]})
+
+
+def test_a_tag_in_a_file_name_names_one_process() -> None:
+    assert tag_is_alive(owner_tag()) and "/" not in owner_tag()
+    host, machine, boot, pids, pid, start = owner_tag().rsplit("-", 5)
+    assert not tag_is_alive("-".join((host, machine, boot, pids, pid, str(int(start) + 1))))
+    assert not tag_is_alive("-".join((host, machine, boot, pids, str(2**22 + 1), start)))
+    assert tag_is_alive("-".join(("a-host.with-dots", machine, boot, pids, pid, start)))
+    assert tag_is_alive("elsewhere.4242")

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import os
 import socket
 import sqlite3
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
 
 from pipelines.config import redacted
+from pipelines.lease import identity
 from pipelines.registering import MlflowRegistry
 from pipelines.registry import RegistryReader
 from pipelines.tracking import Tracking, changed_params
@@ -93,7 +96,7 @@ def test_a_lock_held_for_seconds_loses_no_metric(tmp_path: Path) -> None:
 def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path)
     journal = tmp_path / "spool" / "feedbeef.jsonl"
-    owner = {"pid": 2**22 + 1, "started": 0.0, "host": "gone"}
+    owner = {**identity(), "pid": 2**22 + 1}
     lines = [
         {
             "op": "create",
@@ -119,11 +122,25 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
     assert [(m.step, m.value) for m in tracking.client.get_metric_history(found[0].info.run_id, "loss")] == [(7, 2.5)]
 
 
+def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grown_for_long(tmp_path: Path) -> None:
+    tracking = open_tracking(tmp_path)
+    create: dict[str, Any] = {"op": "create", "uri": tracking.uri, "experiment": tracking.experiment_id, "parent": None, "name": "far"}
+    create |= {"tags": {}, "at": 1000, "owner": {**identity(), "pids": "another container's"}}
+    end = {"op": "end", "status": "FINISHED", "at": 3000}
+    for lines, age_s, sent in (([create], 3600, False), ([create, end], 60, False), ([create, end], 3600, True)):
+        journal = tmp_path / "spool" / "feedbeef.jsonl"
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.utime(journal, (time.time() - age_s,) * 2)
+        open_tracking(tmp_path, "another experiment")
+        assert journal.exists() is not sent, (len(lines), age_s)
+    assert [r.info.run_name for r in tracking.client.search_runs([tracking.experiment_id])] == ["far"]
+
+
 def test_a_journal_of_another_store_waits_for_it(tmp_path: Path) -> None:
     journal = tmp_path / "spool" / "feedbeef.jsonl"
     journal.parent.mkdir()
     create = {"op": "create", "uri": "http://elsewhere", "experiment": "1", "parent": None, "name": "x", "tags": {}}
-    journal.write_text(json.dumps({**create, "at": 1, "owner": {"pid": 2**22 + 1, "started": 0.0, "host": "gone"}}))
+    journal.write_text(json.dumps({**create, "at": 1, "owner": {**identity(), "pid": 2**22 + 1}}))
     tracking = open_tracking(tmp_path)
     assert journal.exists() and not tracking.client.search_runs([tracking.experiment_id])
 

@@ -20,6 +20,7 @@ from pipelines import journal, registering, runner, session
 from pipelines.config import ROOT, AppConfig, TrackingConfig, TrackingMode
 from pipelines.console import Console
 from pipelines.journal import Run
+from pipelines.lease import identity
 from pipelines.registering import MlflowRegistry
 from pipelines.registry import RegistryReader
 from pipelines.tracking import Tracking
@@ -180,7 +181,7 @@ def _disown(spool: Path) -> None:
     """As if the process that wrote these journals had ended."""
     for path in spool.glob("*.jsonl"):
         first, rest = path.read_text().split("\n", 1)
-        gone = {**json.loads(first), "owner": {"pid": 2**22 + 1, "started": 0.0, "host": socket.gethostname()}}
+        gone = {**json.loads(first), "owner": {**identity(), "pid": 2**22 + 1}}
         path.write_text(json.dumps(gone) + "\n" + rest)
 
 
