@@ -1,6 +1,7 @@
 """`make gc`: forgets what nothing reaches any more. Apart, because it is the only code that removes published bytes.
 
-What stays, and why, is `pipelines/reach.py`'s to say.
+What stays, and why, is `pipelines/reach.py`'s to say. While anybody makes a result, no other result goes: it may come to bytes that are
+there already, and then names them. Whoever begins later waits (`pipelines/turns.py`).
 
 A forgotten result's newest slot is closed and stays: fences never go down, so no stalled process can publish into a slot that was freed.
 Order of deletion: the record is closed, then the manifest goes, then the bytes: a kill leaves an object without a record for the next time.
@@ -22,17 +23,15 @@ from pipelines import ledger, registered
 from pipelines.config import AppConfig, compose
 from pipelines.console import Console
 from pipelines.inventory import READERS, Inventory, Slot, shown, size
-from pipelines.lease import Slots, identity, is_alive
+from pipelines.lease import Slots, identity, is_alive, same_host
 from pipelines.ledger import Invocation
 from pipelines.reach import Root, is_kept, reach, roots
 from pipelines.store import Record, Store
+from pipelines.turns import Turns
 from stages.artifacts import MANIFEST
-from stages.contract import ResourcesUnavailable
 from stages.storage.bucket import Entry
 
 LARGEST = 5
-LOOKS = 3
-"""How often the ledger and the records may change while we look, before we give up."""
 
 
 @dataclass
@@ -57,37 +56,35 @@ class Plan:
     """Digest -> bytes of the object."""
     doomed: list[Doomed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    seen: object = None
-    """What the plan was made from: equal when nothing moved meanwhile."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(doomed.bytes for doomed in self.doomed)
 
 
 def gc(console: Console, overrides: list[str], conf: str | None) -> int:
     """A dry run; with APPLY=1 in the environment it deletes."""
     app = compose(overrides, conf)
     store = Store.open(app)
-    apply = os.environ.get("APPLY", "") not in ("", "0")
-    found = plan(app, store)
-    show(console, found)
-    if not found.doomed:
-        console.line("nothing to remove")
+    if os.environ.get("APPLY", "") in ("", "0"):
+        found = plan(app, store)
+        show(console, found)
+        if found.doomed:
+            console.line(f"{shown(found.bytes)} could be removed; nothing was: make gc APPLY=1 removes it")
         return 0
-    total = sum(doomed.bytes for doomed in found.doomed)
-    if not apply:
-        console.line(f"{shown(total)} could be removed; nothing was: make gc APPLY=1 removes it")
-        return 0
-    for _ in range(LOOKS):
-        again = plan(app, store)
-        if again.seen == found.seen:
-            sweep(again)
-            console.line(f"removed {shown(sum(doomed.bytes for doomed in again.doomed))}")
-            return 0
-        found = again
-    raise ResourcesUnavailable("runs begin and end while this looks for what they need: nothing was removed, try again")
+    turns = Turns(store, app.run.lease_timeout_s)
+    with turns.removing(lambda who: console.line(f"waiting for {who}, which collects here")) as check:
+        found = plan(app, store)
+        show(console, found)
+        sweep(found, check)
+    if found.doomed:
+        console.line(f"removed {shown(found.bytes)}")
+    return 0
 
 
 def plan(app: AppConfig, store: Store) -> Plan:
-    """Mark by reachability; nothing is changed. The ledger is read before the records, so that what a run makes meanwhile is either
-    in its entry or not yet a record."""
+    """Mark by reachability; nothing is changed. The ledger is read before the records, so that what a run made meanwhile is in its
+    entry. Right for as long as nobody begins anything: until the end of our turn."""
     runs = ledger.read(store)
     registry = registered.read(app)
     everything = Inventory.of(store)
@@ -97,36 +94,38 @@ def plan(app: AppConfig, store: Store) -> Plan:
             found.kept.setdefault(digest, []).append(root.label)
             found.sizes[digest] = everything.bytes(digest)
     remembered = [run for run in runs if is_kept(run, found.roots)]
-    _doom_objects(store, everything, found)
-    _doom_results(store, everything, found)
+    live = everything.live()
+    if live:
+        _spare(everything, live[0], found)
+    else:
+        _doom_objects(store, everything, found)
+    _doom_results(store, everything, found, spared=bool(live))
     _doom_runs(store, runs, remembered, found)
     needed = {str(step["fingerprint"]) for run in remembered for step in run.steps.values() if step.get("fingerprint")}
     _doom_scratch(store, everything, needed, found)
     _doom_mirrored_work(store, everything, needed, found)
     _doom_quarantine(app, store, found)
-    found.seen = (
-        [(run.id, run.facts.get("ended"), dict(run.steps), run.goes_on) for run in runs],
-        sorted(key.key for slots in everything.slots.values() for slot in slots for key in slot.files.values()),
-        registry,
-        {digest: len(entries) for digest, entries in everything.objects.items()},
-        [root.label for root in found.roots],
-    )
     return found
 
 
 # What goes
 
 
+def _spare(everything: Inventory, maker: Slot, found: Plan) -> None:
+    """Somebody makes a result now: nobody knows which bytes it will come to."""
+    spared = [digest for digest in everything.objects if digest not in found.kept]
+    if spared:
+        found.notes.append(
+            f"{len(spared)} objects ({shown(sum(everything.bytes(digest) for digest in spared))}) that nothing reaches stay for now: "
+            f"process {maker.holder.get('pid')} on {maker.holder.get('host')} is making a result and may come to the same bytes"
+        )
+
+
 def _doom_objects(store: Store, everything: Inventory, found: Plan) -> None:
-    naming, live = everything.naming, everything.live()
-    spared = []
     for digest, entries in everything.objects.items():
         if digest in found.kept:
             continue
-        records = naming.get(digest, [])
-        if not records and live:
-            spared.append(digest)
-            continue
+        records = everything.naming.get(digest, [])
 
         def remove(digest: str = digest) -> None:
             keys = [entry.key for entry in store.bucket.entries(f"objects/{digest}")]
@@ -135,11 +134,6 @@ def _doom_objects(store: Store, everything: Inventory, found: Plan) -> None:
 
         kind = "objects" if records else "objects without a record"
         found.doomed.append(Doomed(kind, digest, size(entries), remove, _told(records)))
-    if spared:
-        found.notes.append(
-            f"{len(spared)} objects that no record names stay, because a result is being made and may name them: "
-            f"{live[0].holder.get('host')} process {live[0].holder.get('pid')}"
-        )
 
 
 def _told(records: list[Record]) -> str:
@@ -149,12 +143,12 @@ def _told(records: list[Record]) -> str:
     return ""
 
 
-def _doom_results(store: Store, everything: Inventory, found: Plan) -> None:
+def _doom_results(store: Store, everything: Inventory, found: Plan, *, spared: bool) -> None:
     """Records of what goes: the newest slot is closed and stays, older ones go when nobody can still write into them."""
     for slots in everything.slots.values():
         for slot in slots:
-            named = slot.record is not None and slot.record.digest in found.kept
-            if named or not slot.ended or slot.key in everything.unreadable:
+            stays = slot.record is not None and (spared or slot.record.digest in found.kept)
+            if stays or not slot.ended or slot.key in everything.unreadable:
                 continue
             if slot is slots[0]:
                 if slot.record is not None:
@@ -172,11 +166,13 @@ def _is_over(store: Store, slot: Slot) -> bool:
     if slot.record is not None or "taken over" not in (slot.sealed or "taken over"):
         return True
     holder = Slots(store.bucket, slot.fingerprint, [f"{slot.fence:06d}.lease.json"]).holder()
-    return holder is not None and holder.get("host") == socket.gethostname() and not is_alive(holder)
+    return holder is not None and same_host(holder) and not is_alive(holder)
 
 
 def _seal(store: Store, slot: Slot) -> Callable[[], None]:
-    return lambda: store.bucket.put(slot.key, json.dumps({"sealed": "collected by make gc", **identity()}).encode())
+    """`removed`: there was a result, so nobody looks for an older one."""
+    seal = {"sealed": "collected by make gc", "removed": True, **identity()}
+    return lambda: store.bucket.put(slot.key, json.dumps(seal).encode())
 
 
 def _delete(store: Store, keys: list[str]) -> Callable[[], None]:
@@ -225,7 +221,7 @@ def _is_left(everything: Inventory, needed: set[str], name: str) -> bool:
 
 def _may_live(slot: Slot) -> bool:
     """Another host's holder may share this scratch (one file system) and sleep: only a process seen dead is dead."""
-    return slot.holder.get("host") != socket.gethostname() or is_alive(slot.holder)
+    return not same_host(slot.holder) or is_alive(slot.holder)
 
 
 def _doom_quarantine(app: AppConfig, store: Store, found: Plan) -> None:
@@ -256,15 +252,20 @@ def _remove_tree(path: Path) -> Callable[[], None]:
     return lambda: shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def sweep(found: Plan) -> None:
-    """Remove, records before objects."""
+def sweep(found: Plan, check: Callable[[], None] = lambda: None) -> None:
+    """Remove, records before objects. `check` raises when it is no longer our turn."""
     first = ("results", "superseded slots", "runs in the ledger")
+
+    def remove(doomed: Doomed) -> None:
+        check()
+        doomed.remove()
+
     for group in (
         [doomed for doomed in found.doomed if doomed.kind in first],
         [doomed for doomed in found.doomed if doomed.kind not in first],
     ):
         with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(lambda doomed: doomed.remove(), group))
+            list(pool.map(remove, group))
 
 
 # Saying so
@@ -284,6 +285,7 @@ def show(console: Console, found: Plan) -> None:
     for note in found.notes:
         console.line(note)
     if not found.doomed:
+        console.line("nothing to remove")
         return
     console.line("not reached:")
     console.table(_by_kind(found.doomed))

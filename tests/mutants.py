@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "pid-alone",
         "pipelines/lease.py",
-        'return _started(pid) == holder["started"] and',
-        "return",
+        'if not same_host(holder) or _started(pid) != holder["started"]:',
+        "if not same_host(holder):",
         (f"{LEASE}::test_a_process_is_told_from_a_later_one_of_its_pid",),
     ),
     Mutant(
@@ -322,14 +322,37 @@ MUTANTS = (
     Mutant(
         "gc-ignores-leases",
         "pipelines/gc.py",
-        "        if not records and live:\n",
-        "        if False:\n",
-        (f"{GC}::test_an_object_that_no_record_names_stays_while_anything_is_being_made[directory]",),
+        "    if live:\n",
+        "    if False:\n",
+        (f"{GC}::test_no_result_goes_while_anything_is_being_made[directory]",),
+    ),
+    Mutant(
+        "gc-out-of-turn",
+        "pipelines/turns.py",
+        "if Slots.of(self._bucket, COLLECTION).holder() is not None:",
+        "if False:",
+        (f"{GC}::test_a_result_of_equal_bytes_that_is_made_between_look_and_removal_is_whole[directory]",),
+    ),
+    Mutant(
+        "gc-objects-first",
+        "pipelines/gc.py",
+        "        [doomed for doomed in found.doomed if doomed.kind in first],\n"
+        "        [doomed for doomed in found.doomed if doomed.kind not in first],\n",
+        "        [doomed for doomed in found.doomed if doomed.kind not in first],\n"
+        "        [doomed for doomed in found.doomed if doomed.kind in first],\n",
+        (f"{GC}::test_a_kill_during_collection_leaves_nothing_that_lies",),
+    ),
+    Mutant(
+        "gc-revives",
+        "pipelines/gc.py",
+        '"removed": True, ',
+        "",
+        (f"{GC}::test_no_older_result_is_revived_when_the_newest_goes[directory]",),
     ),
     Mutant(
         "gc-frees-fences",
         "pipelines/gc.py",
-        '    return lambda: store.bucket.put(slot.key, json.dumps({"sealed": "collected by make gc", **identity()}).encode())\n',
+        "    return lambda: store.bucket.put(slot.key, json.dumps(seal).encode())\n",
         "    return lambda: store.bucket.delete([e.key for e in slot.files.values()])\n",
         (f"{GC}::test_fences_never_go_down[directory]",),
     ),

@@ -5,15 +5,21 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipelines import gc, pins
+from pipelines import gc, pins, turns
 from pipelines.console import Console
+from pipelines.inventory import Inventory
 from pipelines.lease import Lease, identity
-from pipelines.store import IntegrityError, Record
+from pipelines.store import Record, Store
+from pipelines.turns import Turns
+from stages.contract import ResourcesUnavailable
 from tests.pipelines.stored import World
 
 
@@ -55,6 +61,18 @@ def test_fences_never_go_down(world: World) -> None:
     assert world.result("train", "x").fence == 3
     # The late writer of a slot that is gone cannot make its result the one that is found.
     assert world.store.find(first.fingerprint)[0].fence == 3
+
+
+def test_no_older_result_is_revived_when_the_newest_goes(world: World) -> None:
+    """The last one counts: what was superseded does not become the hit, though something keeps its object."""
+    first = world.result("train", "x")
+    world.result("train", "x", files={"more": b"other bytes"})
+    world.version("lm", first, "champion")
+    collect(world)
+    assert world.objects() == {first.digest}
+    assert world.store.find(first.fingerprint) == (None, None)
+    assert Inventory.of(world.store).newest(first.fingerprint) is None
+    assert world.result("train", "x").fence == 3
 
 
 def test_a_superseded_result_goes_and_the_newest_stays(world: World) -> None:
@@ -151,45 +169,112 @@ def test_runs_of_a_tracking_store_out_of_sight_are_kept(world: World, tmp_path: 
     assert {r.digest for r in theirs} <= world.objects() and gone.digest not in world.objects()
 
 
-def test_an_object_that_no_record_names_stays_while_anything_is_being_made(world: World) -> None:
+def test_no_result_goes_while_anything_is_being_made(world: World) -> None:
+    """Whoever makes a result may come to bytes that are there already, with a record or without."""
+    old = world.result("make", "equal bytes")
     staged = world.store.staging_directory("c" * 64)
     staged.mkdir(parents=True)
     (staged / "data").write_bytes(b"deposited, not yet published")
     orphan = world.store.deposit(staged).digest
-    with Lease.acquire(world.store.bucket, "d" * 64, lambda who: None, 1.0):
-        assert any("may name them" in note for note in collect(world).notes)
-        assert world.objects() == {orphan}
+    with Lease.acquire(world.store.bucket, "d" * 64, lambda who: None, 1.0) as lease:
+        assert any("may come to the same bytes" in note for note in collect(world).notes)
+        assert world.objects() == {orphan, old.digest} and world.store.find(old.fingerprint)[0] == old
+        (again := world.store.staging_directory("d" * 64)).mkdir()
+        (again / "data.bin").write_bytes(b"equal bytes")
+        fresh = world.store.publish(world.store.deposit(again), "d" * 64, {}, {}, lease)
+        assert fresh.digest == old.digest
+    assert world.store.find("d" * 64)[0] == fresh
     collect(world)
     assert world.objects() == set()
 
 
-def test_an_object_that_was_collected_before_it_was_published_is_not_published(world: World) -> None:
-    """Equal content was there, was taken for the new result's, and went: no record may name what is gone."""
-    old = world.result("make", "equal bytes")
-    staged = world.store.staging_directory("d" * 64)
-    staged.mkdir(parents=True)
-    (staged / "data.bin").write_bytes(b"equal bytes")
-    with Lease.acquire(world.store.bucket, "d" * 64, lambda who: None, 1.0) as lease:
-        deposit = world.store.deposit(staged)
-        assert deposit.digest == old.digest
-        collect(world)
-        with pytest.raises(IntegrityError, match="was removed before it was published"):
-            world.store.publish(deposit, "d" * 64, {}, {}, lease)
-    assert world.store.find("d" * 64) == (None, None)
+def apply(world: World, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
+    """`make gc APPLY=1`, with something done between its look and its removals."""
+    sweep = gc.sweep
 
+    def late(*arguments: Any) -> None:
+        meanwhile()
+        sweep(*arguments)
 
-def test_what_began_while_we_looked_is_looked_at_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = world.result("make", "wanted")
+    monkeypatch.setattr(gc, "sweep", late)
     monkeypatch.setenv("APPLY", "1")
-    show, begun = gc.show, []
-
-    def show_and_begin(console: Console, found: gc.Plan) -> None:
-        show(console, found)
-        begun.append(world.run(wanted, status=None))  # a run that reuses it begins after the first look
-
-    monkeypatch.setattr(gc, "show", show_and_begin)
     assert gc.gc(Console(), world.overrides, None) == 0
-    assert len(begun) == 1 and world.objects() == {wanted.digest}
+
+
+def test_a_result_of_equal_bytes_that_is_made_between_look_and_removal_is_whole(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = world.result("make", "equal bytes")
+    made, told = [], []
+
+    def make() -> None:
+        with Lease.acquire(world.store.bucket, "d" * 64, lambda who: None, 1.0) as lease:
+            Turns(world.store, 30.0).wait(told.append)
+            staged = world.store.staging_directory("d" * 64)
+            staged.mkdir(parents=True)
+            (staged / "data.bin").write_bytes(b"equal bytes")
+            made.append(world.store.publish(world.store.deposit(staged), "d" * 64, {}, {}, lease))
+
+    run = threading.Thread(target=make)
+
+    def meanwhile() -> None:
+        run.start()
+        deadline = time.monotonic() + 10
+        while not told and run.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert told and not made  # it waits for whoever removes
+
+    apply(world, monkeypatch, meanwhile)
+    run.join(30)
+    assert made[0].digest == old.digest
+    assert world.store.find("d" * 64) == (made[0], None) and world.store.find(old.fingerprint) == (None, None)
+    world.store.verify(old.digest, deep=True)
+
+
+def test_a_run_whose_plan_is_older_than_the_collection_finds_out_after_its_entry(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It planned to reuse, and says so in the ledger only when the look is over."""
+    wanted = world.result("make", "wanted")
+    found: list[Record | None] = []
+    waits = threading.Event()
+
+    def reuse() -> None:
+        world.run(wanted, status=None)
+        Turns(world.store, 30.0).wait(lambda who: waits.set())
+        found.append(world.store.find(wanted.fingerprint)[0])
+
+    run = threading.Thread(target=reuse)
+
+    def meanwhile() -> None:
+        run.start()
+        assert waits.wait(10)
+
+    apply(world, monkeypatch, meanwhile)
+    run.join(30)
+    assert found == [None]
+
+
+def test_two_collections_take_turns_and_one_that_slept_removes_nothing_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    with (
+        pytest.raises(ResourcesUnavailable, match="stood still"),
+        Turns(world.store, 1.0).removing(told.append) as check,
+    ):
+        check()
+        with pytest.raises(ResourcesUnavailable, match="has been at make gc in this store for more than 1 s"):
+            Turns(world.store, 1.0).wait(told.append)
+        for slot in Inventory.of(Store(f"{world.store.root}/turns", world.store.scratch)).all_slots():
+            world.store.bucket.create(f"turns/{slot.key}", b'{"sealed": "taken over"}')
+        monkeypatch.setattr(turns, "DOUBT_S", 0.0)
+        check()
+    assert told and set(told) == {f"process {os.getpid()} on {socket.gethostname()}"}
+    with Turns(world.store, 1.0).removing(told.append) as check:  # and leaves no trail of old turns
+        check()
+        assert len(world.store.bucket.entries("turns")) == 1
 
 
 def test_the_live_endpoints_model_stays(world: World) -> None:
@@ -202,7 +287,6 @@ def test_the_live_endpoints_model_stays(world: World) -> None:
 
 def test_a_registry_that_cannot_be_read_stops_everything(world: World) -> None:
     from pipelines.config import TrackingConfig, TrackingMode
-    from stages.contract import ResourcesUnavailable
 
     kept = world.result("train", "kept")
     world.app.tracking = TrackingConfig(mode=TrackingMode.server, uri="http://127.0.0.1:9", timeout_s=2.0)
