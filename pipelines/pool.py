@@ -24,6 +24,8 @@ STOP_GRACE_S = 8.0
 within 15 s."""
 TIMEOUT_GRACE_S = 10.0
 LEAVE_S = 2.0
+ABSENT_S = 1.0
+"""Between two looks no more than this counts as silence: a driver that stood still itself (Ctrl-Z) could hear nothing."""
 LOG_LIMIT = 16 * 2**20
 
 _alive: set["WorkerProcess"] = set()
@@ -93,8 +95,10 @@ class WorkerProcess:
 
     def stop(self, grace_s: float) -> None:
         """Interrupt, so that the stage cleans up after itself; after the grace, kill."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
+        if (
+            not self.is_gone()
+        ):  # not through Popen, which reaps: what a dead process left in its group would be out of reach
+            os.kill(self.pid, signal.SIGINT)
         deadline = time.monotonic() + grace_s
         with contextlib.suppress(EOFError):
             while time.monotonic() < deadline and (self.receive(POLL_S) or ("",))[0] not in ("failed", "done"):
@@ -111,12 +115,12 @@ class WorkerProcess:
 
     def kill(self) -> int:
         """End it and all that it started. Returns the exit code (negative: a signal)."""
-        if self._process.returncode is None:
+        if self._process.returncode is None:  # the group's number is ours until it is reaped, also when it is gone
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
+        _alive.discard(self)
         code = self._process.wait()
         self._connection.close()
-        _alive.discard(self)
         return code
 
 
@@ -183,7 +187,7 @@ def converse(
     """Have the worker do the job. `hear(kind, *arguments)` gets what the stage says; `watch(silence_s)` is called several times a second
     and raises to end the attempt. Returns the deposit; raises what the stage raised, or MayPass when the process died."""
     worker.start(job)
-    heard = time.monotonic()
+    heard = looked = time.monotonic()
     while True:
         try:
             message = worker.receive(POLL_S)
@@ -191,12 +195,16 @@ def converse(
             code = worker.kill()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             raise MayPass(f"{job.name}: its process {how}; its last words are in {worker.log}") from None
-        watch(time.monotonic() - heard)
-        if message is None:
+        now = time.monotonic()
+        heard += max(0.0, now - looked - ABSENT_S)
+        looked = now
+        kind, *arguments = message or ("",)
+        if kind not in ("", "waiting"):
+            heard = now
+        if kind not in ("done", "failed"):  # what is in hand is not given up
+            watch(now - heard)
+        if not kind:
             continue
-        kind, *arguments = message
-        if kind != "waiting":
-            heard = time.monotonic()
         if kind == "done":
             return arguments[0]
         if kind == "failed":

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ def double(cfg: DoubleConfig, ctx: Context, rows: Rows) -> Corpus:
     _note(ctx, f"x{cfg.factor}", "begin")
     if executions(ctx.state).count("double") <= cfg.troubled:
         _trouble(cfg, ctx)
-    _wait(cfg.seconds)
+    _wait(0.0 if cfg.trouble == "talk" else cfg.seconds)
     _note(ctx, f"x{cfg.factor}", "end")
     value = rows.summary()["value"] * cfg.factor
     for step in range(3):
@@ -102,6 +103,15 @@ def _trouble(cfg: DoubleConfig, ctx: Context) -> None:
         (ctx.work / "resumable").write_text("kept")
         os.kill(os.getppid() if cfg.trouble == "kill" else os.getpid(), signal.SIGKILL)
         time.sleep(60)
+    if cfg.trouble == "leftover":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        (ctx.state / "child").write_text(str(child.pid))
+        raise StageError("failed, and left a process")
+    if cfg.trouble == "talk":
+        end = time.monotonic() + cfg.seconds
+        while time.monotonic() < end:
+            ctx.progress(0.5, "training")
+            time.sleep(0.1)
     if cfg.trouble == "modules":
         (ctx.state / "modules").write_text(" ".join(sys.modules))
     if cfg.trouble == "careful":

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from pipelines import runner
 from pipelines.config import AppConfig, ClusterConfig, ClusterMode, OnFailure, RunConfig
 from pipelines.console import Console
 from pipelines.lease import LeaseLost, Slots
-from pipelines.pool import MayPass
+from pipelines.pool import MayPass, WorkerProcess, converse
 from pipelines.session import Session
 from pipelines.store import Store
+from pipelines.worker import Job
+from stages.artifacts import Rows
 from stages.contract import GateRefused, StageConfig, StageError, StageResources
 from tests.pipelines.stubs import (
     AskConfig,
@@ -262,6 +265,85 @@ def test_a_worker_that_somebody_killed_while_it_was_idle_is_replaced(state: Path
     assert executions(state) == ["make", "double", "judge"]
 
 
+def job_of(state: Path, **values: Any) -> Job:
+    """`double` alone, as an attempt asks a worker for it."""
+    app = app_of(state)
+    store = Store.open(app)
+    staged, work = store.staging_directory("f" * 64), store.work("f" * 64)
+    for path in (staged, work):
+        path.mkdir(parents=True)
+    made = Rows(uri=(state / "made").as_uri())
+    Rows.write(state / "made", {"value": 1, "rows": 1})
+    return Job(
+        name="double",
+        cfg=DoubleConfig(**values),
+        inputs={"rows": made},
+        app=replace(app, stages={}),
+        fingerprint="f" * 64,
+        staged=staged,
+        work=work,
+        ray=None,
+    )
+
+
+def test_what_a_failed_stage_left_running_ends_with_its_worker_also_when_that_is_gone_already(state: Path) -> None:
+    (state / "made").mkdir()
+    worker = WorkerProcess(1, state / "logs")
+    worker.start(job_of(state, trouble="leftover"))
+    while (worker.receive(5.0) or ("",))[0] != "failed":
+        pass
+    deadline = time.monotonic() + 10
+    while not worker.is_gone() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child = int((state / "child").read_text())
+    assert worker.is_gone() and psutil.pid_exists(child)  # the control
+    worker.stop(1.0)
+    assert gone(child, 2.0)
+
+
+def test_a_result_in_hand_is_not_given_up(state: Path) -> None:
+    """Whatever would have ended the attempt came too late."""
+    (state / "made").mkdir()
+    worker = WorkerProcess(1, state / "logs")
+    heard: list[str] = []
+
+    def hear(kind: str, *_: Any) -> None:
+        heard.append(kind)
+        if kind == "made":
+            time.sleep(1.5)  # the deposit is on its way meanwhile
+
+    def watch(silence_s: float) -> None:
+        if "made" in heard:
+            raise MayPass("too long")
+
+    try:
+        assert converse(worker, job_of(state), hear, watch).digest
+    finally:
+        worker.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("stopped", ["driver", "both"])
+def test_a_driver_that_stood_still_longer_than_the_stall_limit_takes_its_own_silence_for_nobodys(
+    state: Path, stopped: str
+) -> None:
+    run = "RunConfig(stall_limit_s=1.5, quiet_after_s=0.7)"
+    script = SCRIPT.replace("'seconds': 60.0}", "'seconds': 2.5}, run=" + run).replace(
+        "import sys;", "import sys; from pipelines.config import RunConfig;"
+    )
+    driver, worker = started(state, "talk", script)
+    frozen = [driver.pid, *([worker] if stopped == "both" else [])]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.5)
+    assert set(published(state)) == {"make"}  # the control: nobody has published for it
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    assert driver.wait(timeout=30) == 0 and executions(state) == ["make", "double", "judge"]
+
+
 SCRIPT = (
     "import sys; from pathlib import Path; from pipelines.__main__ import _verdict; from pipelines import session\n"
     "from tests.pipelines.test_runner import app_of, go\n"
@@ -271,9 +353,9 @@ SCRIPT = (
 )
 
 
-def started(state: Path, trouble: str) -> tuple["subprocess.Popen[bytes]", int]:
+def started(state: Path, trouble: str, script: str = SCRIPT) -> tuple["subprocess.Popen[bytes]", int]:
     """A driver whose `double` has begun, and the process that runs it."""
-    driver = subprocess.Popen([sys.executable, "-c", SCRIPT, str(state), trouble], stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen([sys.executable, "-c", script, str(state), trouble], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not events(state):
         assert driver.poll() is None and time.monotonic() < deadline
