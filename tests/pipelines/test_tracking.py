@@ -125,7 +125,7 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
 def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grown_for_long(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path)
     create: dict[str, Any] = {"op": "create", "uri": tracking.uri, "experiment": tracking.experiment_id, "parent": None, "name": "far"}
-    create |= {"tags": {}, "at": 1000, "owner": {**identity(), "pids": "another container's"}}
+    create |= {"parent": None, "tags": {}, "at": 1000, "owner": {**identity(), "pids": "another container's"}}
     end = {"op": "end", "status": "FINISHED", "at": 3000}
     for lines, age_s, sent in (([create], 3600, False), ([create, end], 60, False), ([create, end], 3600, True)):
         journal = tmp_path / "spool" / "feedbeef.jsonl"
