@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from pipelines.config import ROOT, ClusterConfig, ClusterMode
-from pipelines.lease import identity, is_alive
+from pipelines.lease import identity, is_alive, same_host
 from stages.contract import ResourcesUnavailable
 from stages.serving.endpoint import ask_ready
 
@@ -64,13 +64,13 @@ def provide(cfg: ClusterConfig, state: Path) -> Iterator[Callable[[], Address]]:
             release(state)
     elif cfg.mode is ClusterMode.ephemeral:
         state.mkdir(parents=True, exist_ok=True)
-        head = _start_keeper(cfg, state, ephemeral=True)
+        head, served = _start_keeper(cfg, state, ephemeral=True), endpoint_record(state)
         try:
             yield lambda: Address(str(head["address"]), _private_environment(state), cfg.connect_timeout_s)
         finally:
-            endpoint_path(state).unlink(missing_ok=True)  # what was deployed on it ends with it
             _end_process(head)
             forget(state, head)
+            forget_endpoint(state, served)
     else:
         assert cfg.address is not None
         given = Address(cfg.address, {}, cfg.connect_timeout_s, ship_code=True)
@@ -221,6 +221,19 @@ def forget(state: Path, head: dict[str, Any]) -> None:
             record.unlink(missing_ok=True)
 
 
+def forget_endpoint(state: Path, before: dict[str, Any] | None) -> None:
+    """What was deployed on a head that ended is gone with it; what another Ray serves, before or since, is recorded as before."""
+    now = endpoint_record(state)
+    if now is None or now == before or ask_ready(str(now.get("base_url"))):
+        return
+    if before is None:
+        endpoint_path(state).unlink(missing_ok=True)
+        return
+    fresh = endpoint_path(state).with_suffix(".before")
+    fresh.write_text(json.dumps(before, indent=2, sort_keys=True) + "\n")
+    fresh.replace(endpoint_path(state))
+
+
 def endpoint_path(state: Path) -> Path:
     return state / "endpoint.json"
 
@@ -260,7 +273,7 @@ def _users(state: Path) -> list[int]:
         user = _read(path)
         if user and is_alive(user):
             alive.append(int(user["pid"]))
-        elif user:
+        elif user and same_host(user):
             path.unlink(missing_ok=True)
     return alive
 
@@ -292,7 +305,8 @@ def _start_keeper(cfg: ClusterConfig, state: Path, *, ephemeral: bool = False) -
     elif dead := _recorded_head(state):
         forget(state, dead)
     record.parent.mkdir(parents=True, exist_ok=True)
-    endpoint_path(state).unlink(missing_ok=True)  # a head that starts now serves nothing yet
+    if not ephemeral:
+        endpoint_path(state).unlink(missing_ok=True)  # this project's head starts now: it serves nothing yet
     (state / "logs").mkdir(parents=True, exist_ok=True)
     log = state / "logs" / "head.log"
     search = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
