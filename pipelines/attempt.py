@@ -31,6 +31,9 @@ from pipelines.watch import Watch
 from pipelines.worker import REGISTRY_CALLS, Job
 from stages.artifacts import MANIFEST, Artifact
 from stages.contract import StageError
+from stages.storage.bucket import BucketError
+
+PUBLISH_AGAIN_S = (1.0, 5.0, 15.0)
 
 
 @dataclass
@@ -92,8 +95,7 @@ class Attempt:
             die_if_asked(step.name, "after-close")
 
     def _make(self, child: Run, lease: Lease, staged: Path) -> Record:
-        step, store = self.step, self.store
-        assert step.fingerprint is not None and step.payload is not None
+        step = self.step
         recorder = Recorder(child, step.name, self.session.point)
         self._require_unchanged_code()
         started, self.begun = time.time(), time.monotonic()
@@ -112,12 +114,33 @@ class Attempt:
             **step.facts,
         }
         die_if_asked(step.name, "before-commit")
-        record = store.publish(deposit, step.fingerprint, step.payload, meta, lease)
+        record = self._publish(deposit, meta, lease)
         die_if_asked(step.name, "after-commit")
-        child.set_tags({"raykeel.digest": record.digest, **{f"git.{k}": v for k, v in commit.items() if v}})
-        for name in (MANIFEST, "summary.json"):
-            child.log_text((store.bucket.get(f"objects/{record.digest}/{name}") or b"").decode(), name.lower())
+        self._tell_mlflow(child, record, commit)
         return record
+
+    def _publish(self, deposit: Deposit, meta: dict[str, Any], lease: Lease) -> Record:
+        """The commit. A store that is away for a moment, or whose answer was lost, is asked again: it costs less than another attempt."""
+        step = self.step
+        assert step.fingerprint is not None and step.payload is not None
+        for wait_s in PUBLISH_AGAIN_S:
+            try:
+                return self.store.publish(deposit, step.fingerprint, step.payload, meta, lease)
+            except BucketError as error:
+                if room.is_full(error):
+                    raise
+                self.line.note(f"not published yet, again in {wait_s:g} s: {error}")
+                self.share.rest(wait_s)
+        return self.store.publish(deposit, step.fingerprint, step.payload, meta, lease)
+
+    def _tell_mlflow(self, child: Run, record: Record, commit: dict[str, str]) -> None:
+        """The result is published: what goes wrong here makes nothing of it untrue, and another attempt would find it made."""
+        try:
+            child.set_tags({"raykeel.digest": record.digest, **{f"git.{k}": v for k, v in commit.items() if v}})
+            for name in (MANIFEST, "summary.json"):
+                child.log_text((self.store.bucket.get(f"objects/{record.digest}/{name}") or b"").decode(), name.lower())
+        except Exception as error:
+            self.session.console.warn(f"{self.step.name} is published; its MLflow run does not show all of it: {error}")
 
     def _execute(self, child: Run, recorder: Recorder, lease: Lease, staged: Path) -> Deposit:
         """Have a worker process run the stage, and listen to it."""

@@ -22,6 +22,7 @@ from pipelines.store import Store
 from pipelines.worker import Job
 from stages.artifacts import Rows
 from stages.contract import GateRefused, StageConfig, StageError, StageResources
+from stages.storage.bucket import Bucket, BucketError
 from tests.pipelines.stubs import (
     AskConfig,
     DoubleConfig,
@@ -320,6 +321,47 @@ def test_a_result_in_hand_is_not_given_up(state: Path) -> None:
         assert converse(worker, job_of(state), hear, watch).digest
     finally:
         worker.kill()
+
+
+def test_a_store_that_goes_away_after_the_commit_fails_and_repeats_nothing(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, refused = Bucket.get, []
+
+    def get(self: Bucket, key: str) -> bytes | None:
+        if key.startswith("objects/") and key.endswith("/summary.json"):  # read for MLflow, behind the commit
+            refused.append(key)
+            raise BucketError(f"{key}: the store is away")
+        return real(self, key)
+
+    monkeypatch.setattr(Bucket, "get", get)
+    go(app_of(state, double={"resources": StageResources(retries=2, retry_wait_s=0.1)}))
+    assert (
+        executions(state) == ["make", "double", "judge"]
+        and set(published(state)) == set(executions(state))
+        and len(refused) == 3
+    )
+    assert {r.info.status for r in runs(state)} == {"FINISHED"}
+    assert "double is published; its MLflow run does not show all of it: objects/" in capsys.readouterr().err
+
+
+def test_a_commit_whose_answer_is_lost_costs_no_second_attempt(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, lost = Bucket.create, []
+
+    def create(self: Bucket, key: str, data: bytes) -> bool:
+        done = real(self, key, data)
+        if not lost and b'"payload"' in data:
+            lost.append(key)
+            raise BucketError(f"{key}: the answer was lost")
+        return done
+
+    monkeypatch.setattr(Bucket, "create", create)
+    go(app_of(state))
+    assert lost and executions(state) == ["make", "double", "judge"]
+    assert {r.info.status for r in runs(state)} == {"FINISHED"}
+    assert "not published yet, again in 1 s" in capsys.readouterr().out
 
 
 @pytest.mark.slow
