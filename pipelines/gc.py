@@ -27,7 +27,7 @@ from pipelines.lease import Slots, identity, is_alive, same_host
 from pipelines.ledger import Invocation
 from pipelines.reach import Root, is_kept, reach, roots
 from pipelines.store import Record, Store
-from pipelines.turns import Turns
+from pipelines.turns import Turns, once
 from stages.artifacts import MANIFEST
 from stages.storage.bucket import Entry
 
@@ -73,7 +73,7 @@ def gc(console: Console, overrides: list[str], conf: str | None) -> int:
             console.line(f"{shown(found.bytes)} could be removed; nothing was: make gc APPLY=1 removes it")
         return 0
     turns = Turns(store, app.run.lease_timeout_s)
-    with turns.removing(lambda who: console.line(f"waiting for {who}, which collects here")) as check:
+    with turns.removing(once(console)) as check:
         found = plan(app, store)
         show(console, found)
         sweep(found, check)

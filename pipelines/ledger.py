@@ -14,7 +14,7 @@ from pipelines.config import AppConfig, redacted
 from pipelines.lease import is_alive, same_host
 from pipelines.plan import Step
 from pipelines.registry import tracking_uri
-from pipelines.store import Record, Store
+from pipelines.store import Store
 
 FORGOTTEN_AFTER_S = 14 * 86400.0
 """A run of another host that neither ended nor noted anything for so long is taken for dead: nobody here can see its process."""
@@ -27,7 +27,7 @@ class Entry:
         self, store: Store, app: AppConfig, command: str, tags: Mapping[str, str], steps: Iterable[Step] = ()
     ) -> None:
         self._store, self._pipeline = store, app.name
-        self._steps = {step.name: _known(step.fingerprint, step.record) for step in steps if step.fingerprint}
+        self._steps = _known(steps)
         self._lock = threading.Lock()
         facts = {
             "command": command,
@@ -46,14 +46,28 @@ class Entry:
                 self._steps[step] = known
                 self._store.note_run(self._pipeline, self.id, {"steps": dict(self._steps)})
 
+    def renew(self, steps: Iterable[Step]) -> None:
+        """The plan was made anew."""
+        with self._lock:
+            self._steps = _known(steps)
+            self._store.note_run(self._pipeline, self.id, {"steps": self._steps})
+
+    def withdraw(self) -> None:
+        """It never began: it is none of the last runs, whose results are kept."""
+        self._store.bucket.delete([f"runs/{self._pipeline}/{self.id}.json"])
+
     def end(self, status: str, problem: str = "", run_id: str | None = None) -> None:
         """`run_id`: of the MLflow run."""
         facts = {"status": status, "problem": redacted(problem)[:500], "run_id": run_id}
         self._store.end_run(self._pipeline, self.id, {**facts, "ended_at": time.strftime("%Y-%m-%d %H:%M:%S")})
 
 
-def _known(fingerprint: str | None, record: Record | None) -> dict[str, str | None]:
-    return {"fingerprint": fingerprint, "digest": record.digest if record else None}
+def _known(steps: Iterable[Step]) -> dict[str, dict[str, str | None]]:
+    return {
+        step.name: {"fingerprint": step.fingerprint, "digest": step.record.digest if step.record else None}
+        for step in steps
+        if step.fingerprint
+    }
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 Apart, because it reads published summaries and records only; it never computes a number of its own.
 """
 
+import contextlib
 import html
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +14,9 @@ from pipelines.config import AppConfig
 from pipelines.plan import Step
 from pipelines.store import Store
 from stages.artifacts import (
+    SUMMARY,
     Approval,
     Artifact,
-    ArtifactError,
     Corpus,
     Endpoint,
     EvalReport,
@@ -23,8 +25,11 @@ from stages.artifacts import (
     Rows,
     TokenDataset,
 )
+from stages.storage.bucket import BucketError
 
 SAMPLES_SHOWN = 3
+PATIENCE_S = 2.0
+"""For one summary, and six more for trying again: Ctrl-C ends within 15 s also when the store is away."""
 
 
 @dataclass
@@ -68,17 +73,19 @@ def log(app: AppConfig, steps: list[Step], store: Store, parent: Any, status: st
 
 
 def gather(app: AppConfig, steps: list[Step], store: Store, status: str, problem: str, command: str) -> Facts:
-    """Read the published summaries of the steps that have a record."""
+    """Read the published summaries of the steps that have a record: them alone, the artifacts may be large and far away. A store that
+    does not answer is not waited for: the report then says less."""
     facts = Facts(app.name, status, problem, command, app.seed, steps)
-    for step in steps:
-        if step.record is None:
-            continue
-        made = plan.artifact(step, step.record, store)
-        try:
-            facts.summaries[type(made).__name__] = made.summary()
-        except ArtifactError:
-            continue
-        facts.curves.update(step.record.meta.get("curves") or {})
+    bucket = store.bucket.impatient(PATIENCE_S)
+    known = [(step.stage.output.__name__, step.record) for step in steps if step.record is not None]
+    for _, record in known:
+        facts.curves.update(record.meta.get("curves") or {})
+    try:
+        for kind, record in known:
+            with contextlib.suppress(ValueError):
+                facts.summaries[kind] = json.loads(bucket.get(f"objects/{record.digest}/{SUMMARY}") or b"{}")
+    except BucketError as error:
+        logging.getLogger(__name__).warning("a report without all summaries: %s", error)
     return facts
 
 

@@ -1,11 +1,14 @@
-"""The story of one invocation: decide, then for each stage reuse or run, hand on, publish, record. Apart, because this is
-the order in which promises are kept: lease, attempt, validation, publication, and only then what MLflow is told.
+"""The story of one invocation: decide, then for each stage reuse or run, hand on, publish, record. Apart, because this is the order in
+which promises are kept: what is needed is in the ledger before it is relied on; then lease, attempt, validation, publication, and only
+then what MLflow is told.
 """
 
 import contextlib
 import itertools
 import json
+import logging
 import shutil
+import threading
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -15,17 +18,18 @@ from pathlib import Path
 from pipelines import cluster, ledger, plan, report, room
 from pipelines.attempt import Attempt
 from pipelines.config import AppConfig, OnFailure, plain, redacted
-from pipelines.console import StageLine
+from pipelines.console import Console, StageLine
 from pipelines.journal import Run
 from pipelines.lease import Lease, LeaseLost
 from pipelines.mistakes import ConfigError
 from pipelines.plan import Step
 from pipelines.pool import MayPass
 from pipelines.recorder import Pruned
-from pipelines.schedule import Schedule, Share, Stopped
+from pipelines.schedule import Schedule, Share
 from pipelines.session import PlanResolver, Session, Terminated, planned
 from pipelines.store import IntegrityError, Record, Store
-from stages.artifacts import Artifact, ArtifactError
+from pipelines.turns import Turns, once
+from stages.artifacts import Artifact, ArtifactError, DamagedArtifact
 from stages.contract import ResourcesUnavailable, StageError
 
 RETRY_WAIT_LIMIT_S = 60.0
@@ -54,43 +58,48 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
         session.tidy(app.name)
         return outcome
     plan.read_code(steps)
-    needs_ray = any(step.needs_ray and step.action != "reuse" for step in steps)
-    room.require(app, store, ray=needs_ray)
-    store.sweep_staging()
-    session.warm_up(ray=needs_ray)
-    name = session.point.name if session.point else f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    parent = session.tracking(app.name).start_parent(
-        name, {"raykeel.kind": "pipeline", **(tags or {})}, session.point.sweep if session.point else None
-    )
-    outcome.run_id = parent.run_id
+    room.require(app, store, ray=_needs_ray(steps))
+    turns = Turns(store, app.run.lease_timeout_s)
     entry = ledger.Entry(store, app, command, tags or {}, steps)
-    status, problem = "FAILED", "an unexpected error"
     try:
-        varied = session.point.params if session.point else {}
-        parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command, **varied})
-        parent.log_text(redacted(json.dumps(plain(app), indent=1, sort_keys=True)), "config.json")
-        _Execution(app, session, store, steps, outcome, parent, entry).all()
-        parent.log_metrics(final_metrics(steps))
-        status, problem = "FINISHED", ""
-    except (KeyboardInterrupt, Terminated):
-        status, problem = "KILLED", "stopped by a signal"
-        raise
-    except Pruned as error:
-        status, problem = "KILLED", str(error)
-        parent.set_tags({"raykeel.pruned": str(error)})
-        raise
-    except Exception as error:
-        problem = str(error)
-        raise
-    finally:
-        report.log(app, steps, store, parent, status, problem, command)
-        parent.close(status)
-        if parent.failed:
-            console.warn(f"MLflow: {parent.failed}")
+        steps = outcome.steps = _confirmed(app, console, store, turns, entry, steps)
+        store.sweep_staging()
+        session.warm_up(ray=_needs_ray(steps))
+        name = session.point.name if session.point else f"{app.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        parent = session.tracking(app.name).start_parent(
+            name, {"raykeel.kind": "pipeline", **(tags or {})}, session.point.sweep if session.point else None
+        )
+    except BaseException:
         with contextlib.suppress(OSError):
-            store.digests.save()
-            entry.end(status, problem, parent.run_id)
+            entry.withdraw()
+        raise
+    outcome.run_id = parent.run_id
+    _Execution(app, session, store, steps, outcome, parent, entry, turns).told(command)
     return outcome
+
+
+def _needs_ray(steps: list[Step]) -> bool:
+    return any(step.needs_ray and step.action != "reuse" for step in steps)
+
+
+def _confirmed(
+    app: AppConfig, console: Console, store: Store, turns: Turns, entry: ledger.Entry, steps: list[Step]
+) -> list[Step]:
+    """The plan, with what it reuses still there now that the ledger says who needs it; made anew when something went meanwhile."""
+    while True:
+        turns.wait(once(console))
+        gone = [step.name for step in steps if step.record is not None and not _stands(store, step.record)]
+        if not gone:
+            return steps
+        console.warn(f"{', '.join(gone)}: gone since the plan was made; planned anew")
+        steps, _ = planned(app)
+        entry.renew(steps)
+        console.plan(app.name, steps, plan.announcements(steps, app.state_root))
+
+
+def _stands(store: Store, record: Record) -> bool:
+    found, _ = store.find(record.fingerprint)
+    return found is not None and found.digest == record.digest
 
 
 def final_metrics(steps: list[Step]) -> dict[str, float]:
@@ -111,9 +120,10 @@ class _Execution:
         outcome: Outcome,
         parent: Run,
         entry: ledger.Entry,
+        turns: Turns,
     ) -> None:
         self.app, self.session, self.store = app, session, store
-        self.outcome, self.parent, self.entry = outcome, parent, entry
+        self.outcome, self.parent, self.entry, self.turns = outcome, parent, entry, turns
         self.steps = {step.name: step for step in steps}
         self.width = max(len(step.name) for step in steps)
         self.resolver = PlanResolver.of(app, store)
@@ -124,6 +134,47 @@ class _Execution:
         self.failed: dict[str, BaseException] = {}
         self.skipped: dict[str, str] = {}
         """Step -> the failed one that it would have needed."""
+        self.condemning = threading.Lock()
+
+    def told(self, command: str) -> None:
+        """All of it, and how it ended told to MLflow and to the ledger."""
+        app, parent = self.app, self.parent
+        status, problem = "FAILED", "an unexpected error"
+        try:
+            varied = self.session.point.params if self.session.point else {}
+            parent.log_params({"pipeline": app.name, "seed": str(app.seed), "command": command, **varied})
+            parent.log_text(redacted(json.dumps(plain(app), indent=1, sort_keys=True)), "config.json")
+            self.all()
+            parent.log_metrics(final_metrics(self.outcome.steps))
+            status, problem = "FINISHED", ""
+        except (KeyboardInterrupt, Terminated):
+            status, problem = "KILLED", "stopped by a signal"
+            raise
+        except Pruned as error:
+            status, problem = "KILLED", str(error)
+            parent.set_tags({"raykeel.pruned": str(error)})
+            raise
+        except Exception as error:
+            problem = str(error)
+            raise
+        finally:
+            self._end(status, problem, command)
+
+    def _end(self, status: str, problem: str, command: str) -> None:
+        """Whatever goes wrong here hides neither how the run ended nor that it did."""
+        console, parent = self.session.console, self.parent
+        try:
+            report.log(self.app, self.outcome.steps, self.store, parent, status, problem, command)
+        except Exception as error:
+            logging.getLogger(__name__).warning("no report", exc_info=error)
+            console.warn(f"the report was not written: {redacted(f'{type(error).__name__}: {error}')}")
+        finally:
+            parent.close(status)
+            if parent.failed:
+                console.warn(f"MLflow: {parent.failed}")
+            with contextlib.suppress(OSError):
+                self.store.digests.save()
+                self.entry.end(status, problem, parent.run_id)
 
     def all(self) -> None:
         """Start what can start, settle what ended, until nothing is left. Raises what the first failed step raised."""
@@ -165,8 +216,7 @@ class _Execution:
         try:
             if step.action == "unknown":
                 plan.identify(self.app, step, self.known, self.resolver)
-                plan.decide_one(self.app, step, self.store, self.resolver.registry)
-                self.entry.note(step.name, step.fingerprint)
+                self._decide(step)
             if step.action == "reuse":
                 self.waiting.remove(step.name)
                 assert step.record is not None
@@ -178,6 +228,17 @@ class _Execution:
         except Exception as error:  # a source that went away meanwhile: this step's trouble, not its siblings'
             self.waiting.remove(step.name)
             self._fail(step.name, error)
+
+    def _decide(self, step: Step) -> None:
+        """Noted first and looked at then: so either `make gc` knows that it is needed, or we know that it collects."""
+        noted = None
+        while True:
+            self.entry.note(step.name, step.fingerprint, noted)
+            self.turns.wait(once(self.session.console))
+            plan.decide_one(self.app, step, self.store, self.resolver.registry)
+            if not step.accepted or step.record is None or step.record.digest == noted:
+                return
+            noted = step.record.digest  # of another recipe: its fingerprint alone would not keep it
 
     def _settle(self, step: Step) -> None:
         """Its result is known: hand it on, remember it."""
@@ -223,7 +284,7 @@ class _Execution:
             work = store.work(step.fingerprint + (f"-{uuid.uuid4().hex[:8]}" if step.forced else ""))
             try:
                 step.record = self._attempts(step, share, line, lease, work)
-            except ArtifactError as error:
+            except DamagedArtifact as error:
                 self._condemn_broken_inputs(step, error)
                 raise
             finally:
@@ -235,15 +296,17 @@ class _Execution:
         """The right to make this result. Its CPUs are for others while another run has it."""
         assert step.fingerprint is not None
 
-        def waiting(who: str) -> None:
+        def waiting(what: str, who: str) -> None:
             share.lend()
             share.rest(0.0)
-            line.progress(0.0, f"{who} is making this; waiting")
+            line.progress(0.0, f"{who} {what}; waiting")
 
-        lease = Lease.acquire(self.store.bucket, step.fingerprint, waiting, self.app.run.lease_timeout_s)
+        made = partial(waiting, "is making this")
+        lease = Lease.acquire(self.store.bucket, step.fingerprint, made, self.app.run.lease_timeout_s)
         try:
+            self.turns.wait(partial(waiting, "collects in this store"))
             share.reclaim()
-        except Stopped:
+        except BaseException:
             lease.release()
             raise
         return lease
@@ -264,19 +327,22 @@ class _Execution:
                 share.rest(wait)
         raise AssertionError("unreachable")
 
-    def _condemn_broken_inputs(self, step: Step, error: ArtifactError) -> None:
+    def _condemn_broken_inputs(self, step: Step, error: DamagedArtifact) -> None:
         """A hit is checked by size and by time or tag; who reads a copy hashes it. What is found broken there is set aside, so that
         the next run makes it again. Raises IntegrityError when an input was the reason."""
         for upstream in sorted(set(step.cfg.inputs.values())):
-            made = self.steps[upstream]
-            assert made.record is not None
-            try:
-                self.store.verify(made.record.digest, deep=True)
-            except IntegrityError as broken:
-                place = self.store.set_aside(made.record.fingerprint)
-                raise IntegrityError(
-                    f"{step.name} read the result of {upstream}: {broken}; set aside in {place}: run again, it will be made again"
-                ) from error
+            made = self.steps[upstream].record
+            assert made is not None
+            if made.digest not in str(error):
+                continue
+            with self.condemning:  # another branch may read it too
+                try:
+                    self.store.verify(made.digest, deep=True)
+                except IntegrityError as broken:
+                    place = self.store.set_aside(made.fingerprint, made.fence)
+                    raise IntegrityError(
+                        f"{step.name} read the result of {upstream}: {broken}; set aside in {place}: run again, it will be made again"
+                    ) from error
 
     def _moved(self, step: Step, record: Record) -> str | None:
         return plan.world_moved(step, record, self.store, self.resolver.registry, self.app.state_root)

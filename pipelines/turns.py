@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from pipelines.console import Console
 from pipelines.lease import Lease, LeaseTimeout, Slots
 from pipelines.store import Store
 from stages.contract import ResourcesUnavailable
@@ -66,3 +67,15 @@ class Turns:
         keys = [entry.key for entry in self._bucket.entries(f"results/{COLLECTION}")]
         self._bucket.delete(key for key in keys if int(key.rpartition("/")[2].partition(".")[0]) < lease.fence)
         return lease
+
+
+def once(console: Console) -> Callable[[str], None]:
+    """For who waits on the command line: one line for each process that it waits for."""
+    told: set[str] = set()
+
+    def waiting(who: str) -> None:
+        if who not in told:
+            told.add(who)
+            console.line(f"{who} collects in this store; waiting")
+
+    return waiting

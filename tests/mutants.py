@@ -258,7 +258,7 @@ MUTANTS = (
     Mutant(
         "staging-stays",
         "pipelines/runner.py",
-        "    store.sweep_staging()\n",
+        "        store.sweep_staging()\n",
         "",
         (f"{HALF}::test_what_was_left_half_written_is_removed_and_nothing_else",),
     ),
@@ -268,6 +268,13 @@ MUTANTS = (
         "    return not isinstance(error, StageError | ArtifactError | ConfigError | IntegrityError | LeaseLost)\n",
         "    return True\n",
         (f"{WORKER}::test_only_what_another_attempt_can_change_may_pass",),
+    ),
+    Mutant(
+        "report-hides-failure",
+        "pipelines/runner.py",
+        '        except Exception as error:\n            logging.getLogger(__name__).warning("no report", exc_info=error)\n',
+        '        except ZeroDivisionError as error:\n            logging.getLogger(__name__).warning("no report", exc_info=error)\n',
+        (f"{RUNNER}::test_a_report_that_cannot_be_written_hides_no_failure",),
     ),
     Mutant(
         "stop-goes-on",
@@ -332,6 +339,13 @@ MUTANTS = (
         "if Slots.of(self._bucket, COLLECTION).holder() is not None:",
         "if False:",
         (f"{GC}::test_a_result_of_equal_bytes_that_is_made_between_look_and_removal_is_whole[directory]",),
+    ),
+    Mutant(
+        "trusts-its-plan",
+        "pipelines/runner.py",
+        "        if not gone:\n",
+        "        if True:\n",
+        (f"{RUNNER}::test_what_was_collected_between_plan_and_entry_is_made_again",),
     ),
     Mutant(
         "gc-objects-first",

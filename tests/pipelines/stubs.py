@@ -83,7 +83,8 @@ def double(cfg: DoubleConfig, ctx: Context, rows: Rows) -> Corpus:
     value = rows.summary()["value"] * cfg.factor
     for step in range(3):
         ctx.tracker.log_metrics({"loss": 3.0 - step}, step=step)
-    _rows(ctx.output, value)
+    if cfg.trouble != "empty":
+        _rows(ctx.output, value)
     return Corpus.write(ctx.output, {"value": value})
 
 
@@ -107,6 +108,15 @@ def _trouble(cfg: DoubleConfig, ctx: Context) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         (ctx.state / "child").write_text(str(child.pid))
         raise StageError("failed, and left a process")
+    if cfg.trouble == "resume":
+        done = ctx.work / "checkpoints" / "step-00000005" / "complete.json"
+        if done.exists():
+            ctx.headline(f"goes on from {(done.parent / 'state.pt').read_text()}")
+            return
+        done.parent.mkdir(parents=True)
+        (done.parent / "state.pt").write_text(f"step 5 of {os.getpid()}")
+        done.write_text("{}")
+        _wait(60)
     if cfg.trouble == "talk":
         end = time.monotonic() + cfg.seconds
         while time.monotonic() < end:

@@ -5,17 +5,20 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
 
-from pipelines import reasons, runner, session
-from pipelines.config import AppConfig, RunConfig
+from pipelines import gc, ledger, reasons, report, room, runner, session
+from pipelines.config import AppConfig, RunConfig, TrackingConfig, TrackingMode
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
-from stages.contract import GateRefused, StageError
+from pipelines.store import IntegrityError, Store
+from stages.artifacts import ArtifactError, DamagedArtifact
+from stages.contract import GateRefused, ResourcesUnavailable, StageError
 from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig, executions, published
 
 
@@ -256,3 +259,119 @@ def test_an_unwritable_store_is_named(state: Path, tmp_path: Path) -> None:
     app.store.root = str(tmp_path / "file" / "store")
     with pytest.raises(ConfigError, match=r"store\.root=.*cannot be written"):
         go(app)
+
+
+def test_the_ledger_knows_what_a_run_needs_before_anything_slow_begins(state: Path) -> None:
+    go(app_of(state))
+    seen: list[ledger.Invocation] = []
+
+    class Watched(session.Session):
+        def warm_up(self, *, ray: bool) -> None:
+            seen.extend(ledger.read(Store.open(self.app)))
+            super().warm_up(ray=ray)
+
+    app = app_of(state, judge={"at_least": 1})
+    with Watched(app, Console()) as opened:
+        runner.run(app, opened, "make run")
+    assert [run.goes_on for run in seen] == [False, True]
+    known = published(state)
+    assert {step: facts["digest"] for step, facts in seen[1].steps.items()} == {
+        "make": known["make"],
+        "double": known["double"],
+        "judge": None,
+    }
+
+
+def test_a_run_that_could_not_begin_is_none_of_the_last_runs(state: Path) -> None:
+    app = app_of(state)
+    app.tracking = TrackingConfig(mode=TrackingMode.server, uri="http://127.0.0.1:9", timeout_s=2.0)
+    with pytest.raises(ResourcesUnavailable):
+        go(app)
+    assert Store.open(app).runs() == [] and executions(state) == []
+
+
+def test_what_was_collected_between_plan_and_entry_is_made_again(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go(app_of(state))
+    require = room.require
+
+    def collect(app: AppConfig, store: Store, *, ray: bool) -> None:
+        require(app, store, ray=ray)
+        app.store.keep_runs = 0
+        gc.sweep(gc.plan(app, store))
+        assert store.bucket.children("objects") == []  # the control: everything is gone
+
+    monkeypatch.setattr(room, "require", collect)
+    outcome = go(app_of(state, judge={"at_least": 1}))
+    assert outcome.executed == 3 and set(published(state)) == {"make", "double", "judge"}
+    assert "make, double: gone since the plan was made; planned anew" in capsys.readouterr().err
+
+
+def test_what_was_collected_between_two_stages_is_made_again(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`judge` is known, but only once `double` is made again with equal bytes; what it reuses then is looked at after it was noted."""
+    go(app_of(state))
+    note = ledger.Entry.note
+
+    def note_and_lose(self: ledger.Entry, step: str, fingerprint: str | None, digest: str | None = None) -> None:
+        note(self, step, fingerprint, digest)
+        if step == "judge" and digest is None:
+            Store.open(app_of(state)).set_aside(fingerprint or "")
+
+    monkeypatch.setattr(ledger.Entry, "note", note_and_lose)
+    assert go(app_of(state, run=RunConfig(rerun=["double"]))).executed == 2
+    assert executions(state)[3:] == ["double", "judge"]
+
+
+def test_a_report_that_cannot_be_written_hides_no_failure(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise KeyError("a fact that is not there")
+
+    monkeypatch.setattr(report, "gather", broken)
+    with pytest.raises(StageError, match=r"rows\.jsonl:3"):
+        go(app_of(state, double={"trouble": "user"}))
+    assert "the report was not written: KeyError" in capsys.readouterr().err
+    assert {run.info.status for run in runs(state) if run.data.tags["mlflow.runName"].startswith("stub ")} == {"FAILED"}
+    assert [run.status for run in ledger.read(Store.open(app_of(state)))] == ["FAILED"]
+
+
+def test_two_branches_that_condemn_one_input_end_well_and_an_own_mistake_condemns_nothing(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go(app_of(state))
+    app = app_of(state)
+    steps, store = session.planned(app)
+    execution = runner._Execution(app, session.Session(app, Console()), store, steps, *[None] * 4)  # type: ignore[arg-type]
+    made = steps[0].record
+    assert made is not None
+    damaged = DamagedArtifact(f"{store.object_uri(made.digest)}/summary.json: its bytes changed since it was published")
+    execution._condemn_broken_inputs(
+        steps[1], damaged
+    )  # the control: the input is whole, somebody made it again meanwhile
+    assert store.find(made.fingerprint)[0] == made
+    (state / "store" / "objects" / made.digest / "summary.json").write_text("{}")
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(execution._condemn_broken_inputs, steps[1], damaged) for _ in range(2)]
+        errors = [branch.exception() for branch in both]
+    assert all(isinstance(error, IntegrityError) and "run again" in str(error) for error in errors)
+    assert len({str(error).partition("set aside in ")[2] for error in errors}) == 1
+    assert len(store.bucket.children("quarantine")) == 1 and store.find(made.fingerprint) == (None, None)
+
+
+def test_only_damaged_bytes_have_the_inputs_read_again(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that is not what its type promises is the stage's own mistake; reading all inputs again would take hours."""
+    go(app_of(state))
+    deep: list[str] = []
+    verify = Store.verify
+
+    def counted(self: Store, digest: str, *, deep_: list[str] = deep, **how: bool) -> None:
+        if how.get("deep"):
+            deep_.append(digest)
+        verify(self, digest, **how)
+
+    monkeypatch.setattr(Store, "verify", counted)
+    with pytest.raises(ArtifactError, match="misses this file"):
+        go(app_of(state, double={"trouble": "empty"}))
+    assert deep == []
