@@ -10,14 +10,11 @@ Order of deletion: the record is closed, then the manifest goes, then the bytes:
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 from pipelines import ledger, registered
 from pipelines.config import AppConfig, compose
@@ -188,11 +185,8 @@ def _doom_runs(store: Store, runs: list[Invocation], remembered: list[Invocation
 
 def _doom_scratch(store: Store, everything: Inventory, needed: set[str], found: Plan) -> None:
     """What killed processes of this host left half made, and resumable state that no remembered run would resume."""
-    for path in (store.scratch / "staging").glob("*"):
-        owner = path.name.split(".")[-2:]
-        ours = f".{socket.gethostname()}." in path.name and owner[0].isdigit()
-        if ours and not psutil.pid_exists(int(owner[0])):
-            found.doomed.append(Doomed("staging", path.name, _tree_size(path), _remove_tree(path)))
+    for path in store.abandoned():
+        found.doomed.append(Doomed("staging", path.name, _tree_size(path), _remove_tree(path)))
     for path in (store.scratch / "work").glob("*"):
         if _is_left(everything, needed, path.name):
             found.doomed.append(Doomed("work", path.name[:16], _tree_size(path), _remove_tree(path)))

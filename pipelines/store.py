@@ -16,9 +16,7 @@ What is being made stands in `scratch`, always a directory of this machine: stag
 import contextlib
 import json
 import logging
-import os
 import shutil
-import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +24,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from pipelines import cost
 from pipelines.config import AppConfig
 from pipelines.digests import Digests
 from pipelines.fingerprint import recipe
-from pipelines.lease import Lease, Slots, identity
+from pipelines.lease import Lease, Slots, identity, owner_tag, tag_is_alive
 from pipelines.mistakes import ConfigError
 from stages.artifacts import MANIFEST
 from stages.storage.bucket import Bucket, BucketError, fsync
@@ -176,7 +172,7 @@ class Store:
         known = self.digests.tagged(uri)
         if not deep and (known is None or known[0] == tag):
             return known[1] if known else promised
-        temporary = self.scratch / "staging" / f"verify-{uuid.uuid4().hex}"
+        temporary = self.staging_directory("verify")
         try:
             self.bucket.download(key, temporary)
             found = sha256_file(temporary)
@@ -228,8 +224,7 @@ class Store:
 
     def staging_directory(self, fingerprint: str) -> Path:
         """Name of a fresh directory for one attempt; not made yet."""
-        owner = f"{socket.gethostname()}.{os.getpid()}"
-        return self.scratch / "staging" / f"{fingerprint[:16]}.{owner}.{uuid.uuid4().hex[:8]}"
+        return self.scratch / "staging" / f"{fingerprint[:16]}.{owner_tag()}.{uuid.uuid4().hex[:8]}"
 
     def deposit(self, staged: Path) -> Deposit:
         """Hash, fsync, manifest last, and one rename into objects/ (or uploads, the manifest last). No record names it yet.
@@ -303,9 +298,16 @@ class Store:
 
     def sweep_staging(self) -> None:
         """Remove what killed processes of this host left half written."""
-        for left in (self.scratch / "staging").glob(f"*.{socket.gethostname()}.*.*"):
-            if not psutil.pid_exists(int(left.name.split(".")[-2])):
+        for left in self.abandoned():
+            if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+    def abandoned(self) -> list[Path]:
+        """What stands in staging/ and belongs to a process that is known to be gone."""
+        found = sorted((self.scratch / "staging").glob("*.*.*"))
+        return [path for path in found if not tag_is_alive(path.name.partition(".")[2].rpartition(".")[0])]
 
     # What was done before
 

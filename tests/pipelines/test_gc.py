@@ -16,7 +16,7 @@ import pytest
 from pipelines import gc, pins, turns
 from pipelines.console import Console
 from pipelines.inventory import Inventory
-from pipelines.lease import Lease, identity
+from pipelines.lease import Lease, identity, owner_tag
 from pipelines.store import Record, Store
 from pipelines.turns import Turns
 from stages.contract import ResourcesUnavailable
@@ -297,8 +297,14 @@ def test_a_registry_that_cannot_be_read_stops_everything(world: World) -> None:
 
 def test_staging_and_work_of_dead_processes_go_and_those_of_live_ones_stay(world: World) -> None:
     staging = world.store.scratch / "staging"
-    dead = staging / f"{'e' * 16}.{socket.gethostname()}.{2**22 + 1}.abcd1234"
-    alive = staging / f"{'e' * 16}.{socket.gethostname()}.{os.getpid()}.abcd1234"
+    gone = subprocess.run(
+        [sys.executable, "-c", "from pipelines.lease import owner_tag; print(owner_tag())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    dead = staging / f"{'e' * 16}.{gone.stdout.strip()}.abcd1234"
+    alive = staging / f"{'e' * 16}.{owner_tag()}.abcd1234"
     for path in (dead, alive, world.store.work("f" * 64), world.store.work("9" * 64 + "-12345678")):
         path.mkdir(parents=True)
     with Lease.acquire(world.store.bucket, "f" * 64, lambda who: None, 1.0):
