@@ -167,6 +167,8 @@ class Attempt:
             staged=staged,
             work=self.work,
             ray=where,
+            fence=lease.fence,
+            number=self.number,
         )
         worker = self.session.pool.take(where.address if where else None)
         watch = Watch(step.name, step.cfg.resources.timeout_s, self.app.run, worker, lease, self.share, line.note)

@@ -2,29 +2,36 @@
 an object store works this way: the stage's directories are then its node's own, and what it says comes back as a stream.
 
 The stage's function, its tasks and its workers see the node alone: inputs are the node's copies of artifacts
-(`stages/storage/copies.py`), the output is deposited from there, resumable state is mirrored to `work/` of the store so that another
-attempt may go on elsewhere. The code of this checkout travels with the job (`cluster.join`).
+(`stages/storage/copies.py`), the output is deposited from there, resumable state is mirrored to the store (`pipelines/mirror.py`) so that
+another attempt may go on elsewhere. The code of this checkout travels with the job (`cluster.join`).
 """
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
+import os
 import queue
 import shutil
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipelines import signs
+from pipelines.lease import owner_tag, tag_is_alive
+from pipelines.mirror import Mirror
 from pipelines.store import Deposit
 from pipelines.worker import Emit, Job, execute, portable
 from stages.contract import StageError
-from stages.storage.bucket import Bucket, BucketError
+from stages.storage.bucket import Bucket
 from stages.storage.copies import cache
 
 MIRROR_EVERY_S = 10.0
-PASSING = (".writing-", ".partial", "windows/", "ray/")
-"""Parts of names in `work/` that no later attempt needs."""
+UNSEEN_S = 86400.0
+"""An attempt in a cache that nodes share, whose process cannot be seen from here, is dead when it gave no sign for so long."""
 
 
 def execute_on_cluster(job: Job, emit: Emit) -> Deposit:
@@ -60,7 +67,8 @@ def _serve(job: Job) -> Iterator[tuple[Any, ...]]:
 
 
 def _run(job: Job, said: "queue.SimpleQueue[tuple[Any, ...]]") -> None:
-    place = cache().parent / "attempts" / job.staged.name
+    sweep()
+    place = _attempts() / f"{owner_tag()}.{uuid.uuid4().hex[:8]}"
     here = dataclasses.replace(
         job,
         app=dataclasses.replace(job.app, state=str(place)),
@@ -75,7 +83,8 @@ def _run(job: Job, said: "queue.SimpleQueue[tuple[Any, ...]]") -> None:
 
     try:
         here.staged.mkdir(parents=True)
-        with _mirrored(Bucket(job.app.store_root, single_writer=job.app.store.single_writer), here.work):
+        bucket = Bucket(job.app.store_root, single_writer=job.app.store.single_writer)
+        with _mirrored(Mirror(bucket, here.work, job.fence, job.number), place, emit):
             last: tuple[Any, ...] = ("deposit", execute(here, emit))
     except BaseException as error:
         logging.getLogger(__name__).error("%s failed", job.name, exc_info=error)
@@ -85,53 +94,46 @@ def _run(job: Job, said: "queue.SimpleQueue[tuple[Any, ...]]") -> None:
 
 
 @contextlib.contextmanager
-def _mirrored(bucket: Bucket, work: Path) -> Iterator[None]:
-    """`work` begins as the store's copy, which follows it every MIRROR_EVERY_S and at the end."""
-    prefix, known = f"work/{work.name}", {}
-    work.mkdir(parents=True)
-    for entry in bucket.entries(prefix):
-        name = entry.key.removeprefix(f"{prefix}/")
-        bucket.download(entry.key, work / name)
-        known[name] = _stamp(work / name)
-    done = threading.Event()
+def _mirrored(mirror: Mirror, place: Path, emit: Emit) -> Iterator[None]:
+    """`work` begins as an earlier attempt's, and the store follows it every MIRROR_EVERY_S; after a failure, to its end. What was
+    deposited needs no resumable state."""
+    with signs.moving(emit, 0.0, "fetching what an earlier attempt left"):
+        mirror.fetch()
+    over = threading.Event()
 
     def follow() -> None:
-        while not done.wait(MIRROR_EVERY_S):
-            _mirror(bucket, work, prefix, known)
+        while not over.wait(MIRROR_EVERY_S):
+            with contextlib.suppress(OSError):
+                os.utime(place)  # a sign for other nodes that share the cache
+            mirror.bring(over)
 
-    follower = threading.Thread(target=follow, daemon=True)
+    follower = threading.Thread(target=follow, name="mirror", daemon=True)
     follower.start()
     try:
         yield
-    finally:
-        done.set()
+    except BaseException:
+        over.set()
+        with signs.moving(emit, 1.0, "storing what another attempt can go on from"):
+            follower.join()
+            mirror.bring()
+        raise
+    over.set()
+    with signs.moving(emit, 1.0, "storing"):
         follower.join()
-        _mirror(bucket, work, prefix, known)
 
 
-def _mirror(bucket: Bucket, work: Path, prefix: str, known: dict[str, tuple[int, int]]) -> None:
-    """Upload what changed, remove what is gone. A file that moves meanwhile is caught the next time: readers of `work/` trust
-    nothing that is not complete by its own marker."""
-    found: dict[str, tuple[int, int]] = {}
-    for path in work.rglob("*"):
-        name = path.relative_to(work).as_posix()
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_file() and not any(part in name for part in PASSING):
-                found[name] = _stamp(path)
-    try:
-        # Markers last: what they vouch for is there before them.
-        for name in sorted(found, key=lambda n: (n.endswith(".json"), n)):
-            if known.get(name) != found[name]:
-                bucket.upload(work, [name], prefix)
-                known[name] = found[name]
-        gone = known.keys() - found.keys()
-        bucket.delete(f"{prefix}/{name}" for name in gone)
-        for name in gone:
-            del known[name]
-    except (BucketError, FileNotFoundError) as error:
-        logging.getLogger(__name__).warning("work not mirrored yet: %s", error)
+def sweep() -> None:
+    """Remove what killed attempts left on this node: their directories, and copies that were cut."""
+    for place in _attempts().glob("*"):
+        with contextlib.suppress(OSError):
+            unseen_s = time.time() - place.stat().st_mtime
+            if unseen_s > UNSEEN_S or not tag_is_alive(place.name.rpartition(".")[0]):
+                shutil.rmtree(place, ignore_errors=True)
+    for partial in cache().glob(".*.*"):  # .<digest>.<random>
+        with contextlib.suppress(OSError), (cache() / f"{partial.name.split('.')[1]}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who fetches it holds this
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _attempts() -> Path:
+    return cache().parent / "attempts"

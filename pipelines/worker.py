@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from pipelines import signs
 from pipelines.config import AppConfig, ClusterMode
 from pipelines.store import Deposit, IntegrityError, Store
 from stages.artifacts import Artifact, ArtifactError, DamagedArtifact
@@ -35,7 +36,7 @@ if TYPE_CHECKING:  # its imports are for the process that starts Ray
 REGISTRY_CALLS = ("find", "register", "alias", "set_alias", "resolve")
 """The only messages that wait for an answer."""
 
-Emit = Callable[..., Any]
+Emit = signs.Emit
 """`emit(kind, *arguments)`: progress, headline, metrics, dataset, text, and registry, whose answer it returns."""
 
 
@@ -54,6 +55,10 @@ class Job:
     work: Path
     ray: "Address | None"
     """The Ray to join, for a stage that needs one."""
+    fence: int = 0
+    """Of the lease under which it is made."""
+    number: int = 1
+    """Of the attempt under this lease."""
 
     @property
     def elsewhere(self) -> bool:
@@ -69,11 +74,13 @@ class StageCrashed(Exception):
 def execute(job: Job, emit: Emit) -> Deposit:
     """Run the stage in this process, validate what it made, put it into the store. No record names it yet."""
     emit("begun")
-    made = STAGES[type(job.cfg)].function(job.cfg, context(job, emit), **job.inputs)
+    with signs.arriving(emit, job.inputs.values()) as heard:
+        made = STAGES[type(job.cfg)].function(job.cfg, context(job, heard), **job.inputs)
     validate(job, made)
     emit("made")
     store = Store.open(job.app)
-    deposit = store.deposit(job.staged)
+    with signs.moving(emit, 1.0, "storing"):
+        deposit = store.deposit(job.staged)
     with contextlib.suppress(OSError):  # a memo only: the driver reads it and hashes nothing twice
         store.digests.save()
     return deposit
@@ -195,11 +202,12 @@ class Worker:
         return True
 
     def _run(self, job: Job) -> Deposit:
-        if not job.elsewhere:
+        if local_path(job.app.store_root) is not None:
             return execute(job, self.emit)
-        from pipelines.host import execute_on_cluster
+        from pipelines import host
 
-        return execute_on_cluster(job, self.emit)
+        host.sweep()
+        return host.execute_on_cluster(job, self.emit) if job.elsewhere else execute(job, self.emit)
 
     def _join(self, where: "Address") -> None:
         if self._joined is None:
@@ -253,7 +261,15 @@ def portable(error: BaseException) -> BaseException:
     """The error as the driver may know it: it loads no stage's and no library's module to read one."""
     if _disk_is_full(error):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for known in (GateRefused, ResourcesUnavailable, StageError, DamagedArtifact, ArtifactError, IntegrityError, BucketError):
+    for known in (
+        GateRefused,
+        ResourcesUnavailable,
+        StageError,
+        DamagedArtifact,
+        ArtifactError,
+        IntegrityError,
+        BucketError,
+    ):
         if isinstance(error, known):
             return known(str(error))
     if type(error).__module__ == "builtins":

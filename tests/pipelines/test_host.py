@@ -1,7 +1,14 @@
 """A stage on a node that shares nothing with the driver: what it says, what it deposits, what another attempt finds."""
 
+import contextlib
+import fcntl
+import os
+import pickle
+import subprocess
+import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +17,8 @@ import pytest
 from pipelines import host
 from pipelines.cluster import Address
 from pipelines.config import AppConfig, ClusterConfig, ClusterMode, StoreConfig
+from pipelines.lease import owner_tag
+from pipelines.mirror import Mirror
 from pipelines.store import Store
 from pipelines.worker import Job
 from stages.artifacts import Rows
@@ -69,26 +78,72 @@ def test_a_stage_that_fails_there_fails_here_with_its_message(remote: AppConfig)
     assert last[0] == "failed" and isinstance(last[1], StageError) and str(last[1]) == "rows.jsonl:3: broken"
 
 
-def test_resumable_state_follows_to_the_store_and_back(tmp_path: Path) -> None:
+NODE = (
+    "import pickle, sys; from pipelines import host; host.MIRROR_EVERY_S = 0.1;"
+    "list(host._serve(pickle.load(sys.stdin.buffer)))"
+)
+
+
+def test_an_attempt_on_another_node_goes_on_from_the_checkpoint_of_one_that_was_killed(
+    remote: AppConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = run_on_node(job_of(remote, MakeConfig(value=7)))[-1][1]
+    bucket = Store.open(remote).bucket
+    rows = Rows(uri=Store.open(remote).object_uri(made.digest), digest=made.digest)
+    job = replace(job_of(remote, DoubleConfig(trouble="resume"), rows=rows), fence=1)
+    environment = {**os.environ, "RAYKEEL_CACHE": str(tmp_path / "one")}
+    node = subprocess.Popen([sys.executable, "-c", NODE], stdin=subprocess.PIPE, env=environment)
+    assert node.stdin is not None
+    node.stdin.write(pickle.dumps(job))
+    node.stdin.close()
+    deadline = time.monotonic() + 60
+    while bucket.get(f"work/{job.fingerprint}/000001-001/.mirrored") is None:
+        assert node.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    node.kill()
+    node.wait()
+    assert len(list((tmp_path / "one" / "attempts").iterdir())) == 1  # the control: it could not clean up
+
+    monkeypatch.setenv("RAYKEEL_CACHE", str(tmp_path / "two"))
+    said = run_on_node(replace(job, fence=2))
+    assert ("headline", f"goes on from step 5 of {node.pid}") in said and said[-1][0] == "deposit", said
+    monkeypatch.setenv("RAYKEEL_CACHE", str(tmp_path / "one"))
+    run_on_node(job_of(remote, MakeConfig(value=8)))
+    assert list((tmp_path / "one" / "attempts").iterdir()) == []
+
+
+def test_what_killed_attempts_left_on_a_node_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYKEEL_CACHE", str(tmp_path))
+    ours = f"{owner_tag()}.11111111"
+    dead = f"{owner_tag().rpartition('-')[0]}-1.22222222"  # of our pid, but started earlier
+    other, long_ago = f"elsewhere-{owner_tag().partition('-')[2]}.33333333", "elsewhere-a-b-1-2-3.44444444"
+    for name in (ours, dead, other, long_ago):
+        (tmp_path / "attempts" / name / "output").mkdir(parents=True)
+    os.utime(tmp_path / "attempts" / long_ago, (time.time() - 2 * host.UNSEEN_S,) * 2)
+    cut, arriving, whole = f".{'a' * 64}.12345678", f".{'b' * 64}.12345678", "c" * 64
+    for name in (cut, arriving, whole):
+        (tmp_path / "objects" / name).mkdir(parents=True)
+    with (tmp_path / "objects" / f"{'b' * 64}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        host.sweep()
+    assert {path.name for path in (tmp_path / "attempts").iterdir()} == {ours, other}
+    assert {path.name for path in (tmp_path / "objects").iterdir() if path.is_dir()} == {arriving, whole}
+
+
+def test_resumable_state_is_stored_after_a_failure_and_not_after_a_success(tmp_path: Path) -> None:
     bucket = Bucket((tmp_path / "store").as_uri())
-    with host._mirrored(bucket, tmp_path / "one" / "work"):
-        checkpoint = tmp_path / "one" / "work" / "checkpoints" / "step-00000005"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.pt").write_bytes(b"weights")
-        (checkpoint / "complete.json").write_text("{}")
-        (checkpoint.parent / ".writing-00000009").mkdir()
-        (checkpoint.parent / ".writing-00000009" / "state.pt").write_bytes(b"half")
+    for name, error in (("fails", RuntimeError("the stage failed")), ("succeeds", None)):
+        work = tmp_path / name
+        with contextlib.suppress(RuntimeError), host._mirrored(Mirror(bucket, work, 1, 1), tmp_path, lambda *_: None):
+            (work / "metrics.jsonl").write_text("1\n")
+            if error:
+                raise error
     assert [e.key for e in bucket.entries("work")] == [
-        "work/work/checkpoints/step-00000005/complete.json",
-        "work/work/checkpoints/step-00000005/state.pt",
+        "work/fails/000001-001/.mirrored",
+        "work/fails/000001-001/metrics.jsonl",
     ]
-    with host._mirrored(bucket, tmp_path / "two" / "work"):  # another node
-        found = tmp_path / "two" / "work" / "checkpoints" / "step-00000005"
-        assert (found / "state.pt").read_bytes() == b"weights"
-        (found / "state.pt").unlink()
-        (found / "complete.json").write_text('{"step": 5}')
-    assert [e.key for e in bucket.entries("work")] == ["work/work/checkpoints/step-00000005/complete.json"]
-    assert bucket.get("work/work/checkpoints/step-00000005/complete.json") == b'{"step": 5}'
 
 
 def test_what_stands_in_for_a_directory_is_mirrored_while_the_stage_runs(
@@ -96,16 +151,15 @@ def test_what_stands_in_for_a_directory_is_mirrored_while_the_stage_runs(
 ) -> None:
     monkeypatch.setattr(host, "MIRROR_EVERY_S", 0.05)
     bucket = Bucket((tmp_path / "store").as_uri())
-    with host._mirrored(bucket, tmp_path / "work"):
+    with host._mirrored(Mirror(bucket, tmp_path / "work", 3, 1), tmp_path, lambda *_: None):
         (tmp_path / "work" / "metrics.jsonl").write_text("1\n")
         for _ in range(100):
-            if bucket.get("work/work/metrics.jsonl") == b"1\n":
+            if bucket.get("work/work/000003-001/metrics.jsonl") == b"1\n":
                 break
             time.sleep(0.05)
-        assert bucket.get("work/work/metrics.jsonl") == b"1\n"  # a node that dies now has lost nothing
+        assert bucket.get("work/work/000003-001/metrics.jsonl") == b"1\n"  # a node that dies now has lost nothing
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 def test_messages_stream_from_a_task_and_its_errors_keep_their_type(
     remote: AppConfig, s3: Service, ray_session: None, monkeypatch: pytest.MonkeyPatch
