@@ -11,24 +11,26 @@ import re
 import shlex
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from pipelines import log_file
 from pipelines.axes import Axis, Sampler, axes_of, grid
 from pipelines.commands import as_typed
-from pipelines.config import AppConfig, compose
+from pipelines.config import AppConfig, compose, redacted
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 from pipelines.points import Book, Entry
 from pipelines.recorder import Point, Pruned
-from stages.contract import StageError
+from stages.contract import ResourcesUnavailable, StageError
+from stages.storage.bucket import BucketError
 
 ABOUT_THE_MACHINE = ("state", "cluster", "cluster.", "tracking", "tracking.", "sweep.trials")
 """Overrides by which a sweep may go on otherwise than it began."""
 
 
 def sweep(console: Console, overrides: list[str], conf: str | None) -> int:
-    """Make the points that are not made yet. 0: all are; 2: some failed."""
+    """Make the points that are not made yet. 0: all are; 2: some failed. Raises ResourcesUnavailable when no point could be made now."""
     from pipelines import session
 
     name = os.environ.get("SWEEP") or None
@@ -104,7 +106,8 @@ class _Sweep:
         return len(self.points) if self.points is not None else self.cfg.trials
 
     def all(self, session: Any) -> int:
-        """Every point that has not ended well, in order. A point that fails does not end the sweep."""
+        """Every point that has not ended well, in order. A point that fails does not end the sweep; a server or cluster that is away,
+        or a full disk, does: every further point would fail as well."""
         tracking = session.tracking(self.app.name)
         journal = self.book.question.get("journal")
         tags = {"raykeel.kind": "sweep", "raykeel.sweep": self.book.name}
@@ -118,7 +121,8 @@ class _Sweep:
                 if number in ended and ended[number].state != "failed":
                     continue
                 again = ended[number].varied if number in ended else None
-                self.book.write(self._point(session, above, number, self._varied(number, again)))
+                told = _told_before(tracking, above, number) if journal else None
+                self.book.write(self._point(session, above, number, self._varied(number, again), told))
             failed = [entry for entry in self.book.entries() if entry.state == "failed"]
             status = "FAILED" if failed else "FINISHED"
         except Exception:
@@ -147,13 +151,15 @@ class _Sweep:
             chosen = propose(self.cfg, self.axes, self.book.entries(), number)
         return {key: value for key, _, value in (override.partition("=") for override in chosen)}
 
-    def _point(self, session: Any, above: Any, number: int, varied: dict[str, str]) -> Entry:
-        """Run one point to its end, whatever that is. Signals pass."""
+    def _point(self, session: Any, above: Any, number: int, varied: dict[str, str], told: Any) -> Entry:
+        """Run one point to its end, whatever that is. Signals pass. `told` is its run in MLflow when it came to its end before."""
         from pipelines import runner
 
         typed = [*self.fixed, *(f"{key}={value}" for key, value in varied.items())]
         entry = Entry(number, varied, "failed")
         self.console.line(f"\npoint {number} of {self.count}: {entry.shown}")
+        if told and "raykeel.pruned" in told.data.tags:
+            return Entry(number, varied, "pruned", error=told.data.tags["raykeel.pruned"])
         pruner = self._pruner()
         params = {re.sub(r"[^\w.:/ -]", "_", key.lstrip("+")): value for key, value in varied.items()}
         point = Point(f"point {number}", above, params, pruner.should_stop if pruner else None)
@@ -164,7 +170,7 @@ class _Sweep:
             app = compose(typed, self.conf)
             outcome = runner.run(app, session, as_typed("run", typed), tags)
             metrics = runner.final_metrics(outcome.steps)
-            if outcome.run_id is None and not outcome.executed:
+            if outcome.run_id is None and not outcome.executed and not told:
                 _record_known(session, app, point, tags, metrics)
             curve = curve or self._known_curve(outcome.steps)
             value = self._value(app, metrics)
@@ -173,6 +179,11 @@ class _Sweep:
             self.console.line(f"point {number} ended early: {error}")
             return Entry(number, varied, "pruned", curve=sorted(curve.items()), error=str(error))
         except Exception as error:
+            if _is_everybodys(error):
+                raise ResourcesUnavailable(
+                    f"point {number} of {self.count} ({entry.shown}): {error}; it and those after it are still to be made: "
+                    f"make sweep SWEEP={self.book.name} goes on with it"
+                ) from error
             said = str(error) if isinstance(error, StageError | ConfigError) else f"{type(error).__name__}: {error}"
             self.console.warn(f"point {number} failed: {said}")
             return Entry(number, varied, "failed", error=said)
@@ -228,6 +239,30 @@ class _Sweep:
             self.console.line(f"{failed} failed: make sweep SWEEP={self.book.name} runs them again, and only them")
         if winner:
             self.console.line(f"the winner's overrides: make best SWEEP={self.book.name}")
+
+
+def _is_everybodys(error: BaseException) -> bool:
+    """Whether it is no trouble of this point's own: what it needs is away, or a disk is full."""
+    from pipelines import room
+
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in seen:
+        seen.append(one)
+        one = one.__cause__ or one.__context__
+    return isinstance(error, ResourcesUnavailable | BucketError) or any(room.is_full(one) for one in seen)
+
+
+def _told_before(tracking: Any, above: Any, number: int) -> Any:
+    """The MLflow run of a point that came to its end, although the book, after a kill, does not say so; None when there is none."""
+    from pipelines.registering import PATIENCE_S, patiently
+
+    if above.run_id is None:
+        return None
+    query = f"tags.`mlflow.parentRunId` = '{above.run_id}' and tags.`raykeel.point` = '{number}'"
+    ask = partial(tracking.client.search_runs, [tracking.experiment_id], query)
+    found = patiently(ask, PATIENCE_S, f"tracking.uri={redacted(tracking.uri)}")
+    return next((run for run in found if run.info.status == "FINISHED" or "raykeel.pruned" in run.data.tags), None)
 
 
 def _go_on(book: Book, typed: list[str]) -> list[str]:

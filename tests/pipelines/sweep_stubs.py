@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.artifacts import Corpus, Rows
-from stages.contract import Context, StageConfig, StageError, stage
+from stages.contract import Context, ResourcesUnavailable, StageConfig, StageError, stage
 
 PIPELINE = """# @package _global_
 defaults: [/make: schema, /fit: schema, _self_]
@@ -26,7 +26,8 @@ class FitConfig(StageConfig):
     pause: float = 0.0
     """Seconds between steps."""
     trouble: str = ""
-    """Directory: while it holds a file of this point's `kind`, the stage fails; `kill` there ends the driver."""
+    """Directory: while it holds a file of this point's `kind`, the stage fails; `kill-<kind>` there ends the driver,
+    `away-<kind>` and `full-<kind>` are the cluster's and the disk's trouble."""
 
 
 @stage()
@@ -35,6 +36,10 @@ def fit(cfg: FitConfig, ctx: Context, rows: Rows) -> Corpus:
         log.write(f"fit {cfg.x:g} {cfg.count} {cfg.kind}\n")
     if cfg.trouble and (Path(cfg.trouble) / cfg.kind).exists():
         raise StageError(f"{cfg.kind} does not fit")
+    if cfg.trouble and (Path(cfg.trouble) / f"away-{cfg.kind}").exists():
+        raise ResourcesUnavailable("the cluster does not answer")
+    if cfg.trouble and (Path(cfg.trouble) / f"full-{cfg.kind}").exists():
+        Path("/dev/full").write_text("the kernel's own word for a full disk")
     if cfg.trouble and (Path(cfg.trouble) / f"kill-{cfg.kind}").exists():
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)

@@ -143,6 +143,65 @@ def test_a_point_that_fails_does_not_end_the_sweep_and_is_run_again_alone(projec
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("trouble", "message"), [("away", "the cluster does not answer"), ("full", "no space left")])
+def test_what_is_not_the_points_own_trouble_ends_the_sweep_where_it_is(
+    project: Project, trouble: str, message: str
+) -> None:
+    (project.trouble / f"{trouble}-b").touch()
+    with pytest.raises(ResourcesUnavailable, match=rf"point 2 of 3 .*{message}.*make sweep SWEEP=s goes on"):
+        project.begin("stages.fit.kind=a,b,c", f"stages.fit.trouble={project.trouble}")
+    assert [entry.state for entry in project.entries()] == ["done"]  # neither this point nor the next one failed
+    (project.trouble / f"{trouble}-b").unlink()
+    project(sweeping.sweep)
+    assert project.code == 0 and [entry.state for entry in project.entries()] == ["done", "done", "done"]
+
+
+def test_a_kill_before_a_points_end_is_noted_doubles_nothing_in_mlflow(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Book.write
+
+    def killed(book: Book, entry: Entry) -> None:
+        if entry.number == 2:
+            raise KeyboardInterrupt
+        write(book, entry)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Book, "write", killed)
+        project.begin("stages.fit.x=1,2,3")
+    before = project.executions
+    assert len(before) == 3 and [entry.number for entry in project.entries()] == [1]
+    project(sweeping.sweep)
+    assert project.code == 0 and project.executions[:3] == before and len(project.executions) == 4
+    [above] = project.runs("tags.`raykeel.kind` = 'sweep'")
+    children = project.runs(f"tags.`mlflow.parentRunId` = '{above.info.run_id}'")
+    assert sorted(run.data.tags["raykeel.point"] for run in children) == ["1", "2", "3"]
+    assert {run.info.status for run in children} == {"FINISHED"}
+
+
+@pytest.mark.slow
+def test_a_kill_before_a_pruned_points_end_is_noted_runs_it_no_second_time(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Book.write
+
+    def killed(book: Book, entry: Entry) -> None:
+        if entry.state == "pruned":
+            raise KeyboardInterrupt
+        write(book, entry)
+
+    prune = ["sweep.pruning.enabled=true", "sweep.pruning.metric=fit.loss", "sweep.pruning.warmup_steps=2"]
+    settings = ["sweep.pruning.min_points=3", "stages.fit.steps=30", "stages.fit.pause=0.1"]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Book, "write", killed)
+        project.begin("stages.fit.x=3,3.1,3.2,9,3.05", *prune, *settings)
+    before = project.executions
+    project(sweeping.sweep)
+    assert [entry.state for entry in project.entries()] == ["done", "done", "done", "pruned", "done"]
+    assert len(project.executions) == len(before) + 1  # the fifth
+    assert len(project.runs("tags.`raykeel.point` = '4'")) == 1
+
+
 def test_a_point_whose_stages_are_known_still_stands_in_the_comparison(project: Project) -> None:
     project.begin("stages.fit.x=1,2", name="one")
     before = project.executions
