@@ -42,7 +42,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path, s3: Service) -> Iterator[Cluster]:
-    """A head started in another directory, in a mount namespace where the driver's state, cache and code are empty."""
+    """A head started in another directory, in a mount namespace where the driver's state, cache and code are empty and stay so."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     hidden = [tmp_path / "driver", ROOT / "stages", ROOT / "pipelines", ROOT / "conf"]
@@ -61,7 +61,8 @@ def cluster(tmp_path: Path, s3: Service) -> Iterator[Cluster]:
         f"--dashboard-agent-listen-port={agent}",
         f"--ray-client-server-port={free_port()}",
     ]
-    mounts = " && ".join(f"mount -t tmpfs none '{path}'" for path in hidden)
+    # Read-only: a process of the cluster that makes a driver's path for itself is found out, too.
+    mounts = " && ".join(f"mount -t tmpfs -o ro,mode=0755 none '{path}'" for path in hidden)
     script = f'{mounts} && exec "$@"'
     log = (elsewhere / "ray.log").open("wb")
     process = subprocess.Popen(
