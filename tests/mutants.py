@@ -44,6 +44,7 @@ class Mutant:
 
 
 STORE, LEASE, GC = "tests/pipelines/test_store.py", "tests/pipelines/test_lease.py", "tests/pipelines/test_gc.py"
+SWEEP = "tests/pipelines/test_sweep.py"
 RUNNER, WORKER = "tests/pipelines/test_runner.py", "tests/pipelines/test_worker.py"
 KILLED = "tests/faults/test_driver_killed.py::test_the_same_command_again_finishes_what_a_killed_driver_left"
 HALF = "tests/faults/test_half_written.py"
@@ -254,7 +255,49 @@ MUTANTS = (
         "ended = _now_ms()",
         (f"{WORKER}::test_a_clock_that_goes_backwards_gives_no_negative_duration",),
     ),
+    Mutant(
+        "first-use-unlocked",
+        "pipelines/tracking.py",
+        "            fcntl.flock(lock, fcntl.LOCK_EX)\n",
+        "            pass\n",
+        ("tests/pipelines/test_tracking.py::test_the_first_use_of_a_store_waits_for_another_ones",),
+    ),
+    Mutant(
+        "gives-up-at-once",
+        "pipelines/registering.py",
+        "if code in NEVER_ACCEPTED or time.monotonic() > deadline:",
+        "if True:",
+        ("tests/pipelines/test_tracking.py::test_a_call_that_a_lock_refuses_is_made_again_until_its_time_is_over",),
+    ),
     # Running
+    Mutant(
+        "no-look-around",
+        "pipelines/runner.py",
+        "    room.require(app, store, ray=_needs_ray(steps))\n",
+        "",
+        (f"{RUNNER}::test_an_unwritable_store_is_named",),
+    ),
+    Mutant(
+        "joins-strangers",
+        "pipelines/cluster.py",
+        'os.environ.pop("RAY_ADDRESS", None)',
+        "pass",
+        ("tests/pipelines/test_cluster.py::test_a_left_over_address_in_the_environment_is_not_joined",),
+    ),
+    Mutant(
+        "no-timeout",
+        "pipelines/watch.py",
+        "self._deadline = time.monotonic() + timeout_s",
+        "self._deadline = time.monotonic() + 20 * timeout_s",
+        (f"{WORKER}::test_a_stage_over_its_time_is_interrupted_and_the_message_names_the_field",),
+    ),
+    Mutant(
+        "no-watchdog",
+        "pipelines/watch.py",
+        "        if silence_s > limit:\n",
+        "        if False:\n",
+        (f"{WORKER}::test_silence_is_explained_and_ends_at_its_limit",),
+    ),
     Mutant(
         "staging-stays",
         "pipelines/runner.py",
@@ -311,7 +354,36 @@ MUTANTS = (
         "    if False:\n",
         ("tests/stages/test_training_preflight.py::test_what_cannot_be_placed_is_refused_in_seconds",),
     ),
+    # Plans and sweeps
+    Mutant(
+        "guesses",
+        "pipelines/cost.py",
+        "STEADY = 0.30\n",
+        "STEADY = 30.0\n",
+        ("tests/pipelines/test_cost.py::test_executions_that_disagree_give_no_number",),
+    ),
+    Mutant(
+        "blames-the-points",
+        "pipelines/sweep.py",
+        "            if _is_everybodys(error):\n",
+        "            if False:\n",
+        (f"{SWEEP}::test_what_is_not_the_points_own_trouble_ends_the_sweep_where_it_is",),
+    ),
+    Mutant(
+        "tells-twice",
+        "pipelines/sweep.py",
+        " and not told:",
+        ":",
+        (f"{SWEEP}::test_a_kill_before_a_points_end_is_noted_doubles_nothing_in_mlflow",),
+    ),
     # Keeping house
+    Mutant(
+        "unhashed-export",
+        "pipelines/export.py",
+        "if found.hexdigest() != sha256:",
+        "if False:",
+        ("tests/pipelines/test_export.py::test_changed_weights_are_not_exported[directory]",),
+    ),
     Mutant(
         "gc-ignores-aliases",
         "pipelines/reach.py",

@@ -60,11 +60,12 @@ def test_one_signal_ends_a_run_in_order(project: Project, number: int, whom: str
     require_nothing_left(project, "expand", family)
 
 
-@pytest.mark.parametrize("stage", ["gather", "enlist"])
-def test_it_is_the_same_in_every_stage(project: Project, stage: str) -> None:
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: signal.Signals(n).name)
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "expand"])
+def test_it_is_the_same_in_every_stage(project: Project, stage: str, number: int) -> None:
     process, family = started(project, stage, "")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=15) == 130
+    process.send_signal(number)
+    assert process.wait(timeout=15) == 128 + number
     project.require_tidy()
     require_nothing_left(project, stage, family)
 

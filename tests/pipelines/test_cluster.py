@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,16 @@ def test_a_long_temp_directory_is_refused_with_the_number_and_the_way_out(
     with pytest.raises(ResourcesUnavailable, match=r"too long for Ray's sockets \(\d+ > 45 bytes\): set TMPDIR=/tmp"):
         cluster.short_directory()
     assert list(long.iterdir()) == []
+
+
+def test_a_left_over_address_in_the_environment_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[dict[str, object]] = []
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"})
+    monkeypatch.setattr(cluster, "_init", lambda **arguments: joined.append(arguments))
+    monkeypatch.setattr(cluster, "_require_a_cpu", lambda timeout_s: None)
+    cluster.join(cluster.Address("127.0.0.1:7001", {"RAY_AUTH_MODE": "token"}, 1.0, ship_code=False))
+    assert joined == [{"address": "127.0.0.1:7001", "runtime_env": None}]
+    assert "RAY_ADDRESS" not in os.environ and os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_the_token_and_the_directory_are_for_their_owner_only(tmp_path: Path) -> None:

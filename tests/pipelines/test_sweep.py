@@ -142,8 +142,10 @@ def test_a_point_that_fails_does_not_end_the_sweep_and_is_run_again_alone(projec
     )  # the failed one stays on record
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("trouble", "message"), [("away", "the cluster does not answer"), ("full", "no space left")])
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [("away", "the cluster does not answer"), pytest.param("full", "no space left", marks=pytest.mark.slow)],
+)
 def test_what_is_not_the_points_own_trouble_ends_the_sweep_where_it_is(
     project: Project, trouble: str, message: str
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_kill_before_a_pruned_points_end_is_noted_runs_it_no_second_time(
     assert len(project.runs("tags.`raykeel.point` = '4'")) == 1
 
 
+@pytest.mark.slow
 def test_a_point_whose_stages_are_known_still_stands_in_the_comparison(project: Project) -> None:
     project.begin("stages.fit.x=1,2", name="one")
     before = project.executions

@@ -1,5 +1,6 @@
 """MLflow as a view: outages, first use, deleted experiments, long values, leftovers."""
 
+import fcntl
 import http.server
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 from pipelines.config import redacted
 from pipelines.lease import identity
-from pipelines.registering import MlflowRegistry
+from pipelines.registering import MlflowRegistry, patiently
 from pipelines.registry import RegistryReader
 from pipelines.tracking import Tracking, changed_params
 from stages.artifacts import Checkpoint
@@ -40,6 +41,35 @@ def test_four_first_users_of_an_empty_directory_all_succeed(tmp_path: Path) -> N
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
     assert [e.name for e in client.search_experiments()].count("e") == 1
     assert len(client.search_runs([e.experiment_id for e in client.search_experiments()])) == 4
+
+
+def test_the_first_use_of_a_store_waits_for_another_ones(state: Path) -> None:
+    """Two schema migrations at once break each other for good."""
+    (state / "spool").mkdir(exist_ok=True)
+    opened: list[Tracking] = []
+    with (state / "spool" / "first-use.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        user = threading.Thread(target=lambda: opened.append(open_tracking(state)))
+        user.start()
+        user.join(1.0)
+        assert user.is_alive() and not opened
+    user.join(30.0)
+    assert len(opened) == 1
+
+
+def test_a_call_that_a_lock_refuses_is_made_again_until_its_time_is_over() -> None:
+    calls = []
+
+    def call() -> str:
+        calls.append(time.monotonic())
+        if len(calls) == 1:
+            raise OSError("database is locked")
+        return "an answer"
+
+    assert patiently(call, 5.0, "tracking.uri=x") == "an answer" and len(calls) == 2
+    calls.clear()
+    with pytest.raises(ResourcesUnavailable, match=r"tracking\.uri=x \(database is locked\)"):
+        patiently(call, -1.0, "tracking.uri=x")
 
 
 def test_an_absent_server_is_named_within_seconds_without_its_password(tmp_path: Path) -> None:
@@ -124,7 +154,13 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
 
 def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grown_for_long(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path)
-    create: dict[str, Any] = {"op": "create", "uri": tracking.uri, "experiment": tracking.experiment_id, "parent": None, "name": "far"}
+    create: dict[str, Any] = {
+        "op": "create",
+        "uri": tracking.uri,
+        "experiment": tracking.experiment_id,
+        "parent": None,
+        "name": "far",
+    }
     create |= {"parent": None, "tags": {}, "at": 1000, "owner": {**identity(), "pids": "another container's"}}
     end = {"op": "end", "status": "FINISHED", "at": 3000}
     for lines, age_s, sent in (([create], 3600, False), ([create, end], 60, False), ([create, end], 3600, True)):

@@ -165,7 +165,7 @@ def test_all_failures_are_told_and_the_first_decides(state: Path, capsys: pytest
 def test_silence_is_explained_and_ends_at_its_limit(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunConfig(quiet_after_s=0.4, stall_limit_s=1.5)
     with pytest.raises(MayPass, match=r"double: no sign of it for 1\.5 s \(run\.stall_limit_s=1\.5\)"):
-        go(app_of(state, run=run, double={"seconds": 30.0}))
+        go(app_of(state, run=run, double={"seconds": 8.0}))
     assert "double  nothing heard for 0 s: it says nothing" in capsys.readouterr().out
 
 
