@@ -11,8 +11,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 def test_a_sweep_makes_shared_stages_once_and_each_point_once(tmp_path: Path) -> None:
     project = Project(tmp_path / "state")
-    foreign = {"RAY_ADDRESS": "127.0.0.1:1", "SWEEP": "fractions"}  # the first a left-over of somebody else's: never joined
-    grid = ["stages.clean.validation_fraction=0.1,0.2", "run.until=clean", "run.limit=200", "sweep.metric=clean.rows_out"]
+    foreign = {
+        "RAY_ADDRESS": "127.0.0.1:1",
+        "SWEEP": "fractions",
+    }  # the first a left-over of somebody else's: never joined
+    grid = [
+        "stages.clean.validation_fraction=0.1,0.2",
+        "run.until=clean",
+        "run.limit=200",
+        "sweep.metric=clean.rows_out",
+    ]
     printed = project.cli("sweep", *grid, env=foreign)
     runs = {run.info.run_id: run for run in project.runs("quickstart")}
     assert sorted(run.info.run_name for run in runs.values()) == [
