@@ -5,7 +5,8 @@ survives its mutant is not kept.
 there unchanged, then each mutant with its own tests. The working tree is never touched. Exit code 1 when a mutant survives, 2 when
 a text to mutate is gone, a test does not run, or the unchanged code fails.
 
-Measured: 39 mutants in 235 s on two cores that others used too; there are more now, so `.ci/run` leaves it to people. A new mutant names the fewest and quickest tests; those of tests/faults start whole runs.
+Measured: 39 mutants in 235 s on two cores that others used too; there are more now, so `.ci/run` leaves it to people. A new mutant
+names the fewest and quickest tests; those of tests/faults start whole runs.
 """
 
 import ast
