@@ -66,6 +66,7 @@ def test_a_stage_stops_before_its_first_line_and_runs_to_its_end_in_a_scratch_di
     assert "clean" not in {p.stem for p in (ingested / "store" / "history" / "quickstart").glob("*.json")}
 
 
+@pytest.mark.slow
 def test_it_stops_again_where_an_error_is_raised_and_ends_with_the_stages_own_exit_code(ingested: Path) -> None:
     said = cli(
         ingested, "debug", "stages.clean.min_characters=199999", stage="clean", typed="c\nw\np came\nq\n", code=2

@@ -160,6 +160,7 @@ def test_what_stands_in_for_a_directory_is_mirrored_while_the_stage_runs(
         assert bucket.get("work/work/000003-001/metrics.jsonl") == b"1\n"  # a node that dies now has lost nothing
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_messages_stream_from_a_task_and_its_errors_keep_their_type(
     remote: AppConfig, s3: Service, ray_session: None, monkeypatch: pytest.MonkeyPatch

@@ -154,6 +154,7 @@ CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 """Another pid namespace under the same host name."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace of one's own needs root")
 def test_a_holder_in_another_container_of_the_same_name_is_not_taken_for_dead(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch

@@ -162,6 +162,7 @@ def test_a_disk_that_fills_during_a_stage_is_named_with_what_is_left(state: Path
     assert set(published(state)) == {"make"} and list((state / "store" / "staging").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right(state: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tests.pipelines.test_runner import app_of, go;"
@@ -220,6 +221,7 @@ def test_a_damaged_result_is_set_aside_and_made_again(
     assert json.loads(summary.read_text())["value"] == 2
 
 
+@pytest.mark.slow
 def test_two_runs_of_the_same_pipeline_execute_each_stage_once(state: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tests.pipelines.test_runner import app_of, go;"

@@ -101,6 +101,7 @@ def test_a_grid_makes_shared_stages_once_and_its_children_in_mlflow_compare(proj
     assert {run.data.tags["mlflow.parentRunId"] for run in attempts} == {run.info.run_id for run in children}
 
 
+@pytest.mark.slow
 def test_best_prints_the_winners_overrides_ready_to_be_pasted(project: Project) -> None:
     project.begin("stages.fit.x=1,3,4", "stages.fit.kind='a b','c'", "stages.fit.steps=2")
     line, value = project(sweeping.best).splitlines()
@@ -158,6 +159,7 @@ def test_what_is_not_the_points_own_trouble_ends_the_sweep_where_it_is(
     assert project.code == 0 and [entry.state for entry in project.entries()] == ["done", "done", "done"]
 
 
+@pytest.mark.slow
 def test_a_kill_before_a_points_end_is_noted_doubles_nothing_in_mlflow(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
     assert [(m.step, m.value) for m in tracking.client.get_metric_history(found[0].info.run_id, "loss")] == [(7, 2.5)]
 
 
+@pytest.mark.slow
 def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grown_for_long(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path)
     create: dict[str, Any] = {

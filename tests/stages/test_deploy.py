@@ -25,7 +25,7 @@ from stages.serving.golden import check_golden
 from stages.serving.model import load_model
 from tests.stages.tiny_model import save_tiny_model
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 NAME = "quickstart"
 
 
@@ -120,7 +120,6 @@ class Traffic:
             time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_the_first_version_serves_on_the_next_port_when_the_wanted_one_is_taken(
     house: House, make_context: Callable[..., Context]
 ) -> None:
@@ -149,7 +148,6 @@ def test_deploying_what_serves_already_changes_nothing(house: House, make_contex
     assert read_record(house.state) == before
 
 
-@pytest.mark.slow
 def test_a_roll_out_under_traffic_loses_no_request(house: House, make_context: Callable[..., Context]) -> None:
     before = read_record(house.state)
     assert before is not None
@@ -215,7 +213,6 @@ def sabotaged(house: House, made: Context, number: int, sabotage: Callable[[], N
     return replace(house.context(made), progress=progress), receipt
 
 
-@pytest.mark.slow
 def test_a_version_that_fails_after_its_trial_is_rolled_back(
     house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
@@ -231,7 +228,6 @@ def test_a_version_that_fails_after_its_trial_is_rolled_back(
     assert answer is not None and answer["instance"] == before.instance
 
 
-@pytest.mark.slow
 def test_an_interrupt_during_the_roll_out_leaves_the_old_version(
     house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
@@ -304,7 +300,6 @@ def test_errors_keep_their_shape_and_status_behind_serve(house: House) -> None:
         assert caught.value.headers["x-model-version"] == str(record.version)
 
 
-@pytest.mark.slow
 def test_a_long_answer_in_flight_is_finished_by_the_old_version(
     house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
