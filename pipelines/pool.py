@@ -95,9 +95,8 @@ class WorkerProcess:
 
     def stop(self, grace_s: float) -> None:
         """Interrupt, so that the stage cleans up after itself; after the grace, kill."""
-        if (
-            not self.is_gone()
-        ):  # not through Popen, which reaps: what a dead process left in its group would be out of reach
+        # Not through Popen, which reaps: what a dead process left in its group would be out of reach.
+        if not self.is_gone():
             os.kill(self.pid, signal.SIGINT)
         deadline = time.monotonic() + grace_s
         with contextlib.suppress(EOFError):

@@ -125,10 +125,9 @@ class _Sweep:
                 self.book.write(self._point(session, above, number, self._varied(number, again), told))
             failed = [entry for entry in self.book.entries() if entry.state == "failed"]
             status = "FAILED" if failed else "FINISHED"
-        except Exception:
-            raise
-        except BaseException:
-            status = "KILLED"
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a signal
+                status = "KILLED"
             raise
         finally:
             above.log_text(self._table(), "points.md")
