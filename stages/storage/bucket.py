@@ -31,6 +31,7 @@ PIECE = 64 * 2**20
 PARTS = 9_000
 """An object store takes at most 10,000 parts of an upload."""
 PROBES = 8
+METADATA = "169.254.169.254"
 SCHEMES = ("file", "s3", "gs", "az")
 
 
@@ -246,6 +247,8 @@ class Bucket:
         room = (
             f"; {free_mb(self.directory)} MB free: free some (make gc) and run again" if full and self.directory else ""
         )
+        if METADATA in said:  # where a cloud's own machines get theirs; the library asks there when it has none
+            said = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where the cloud gives them"
         kind = BlobMissing if isinstance(error, FileNotFoundError) else BucketError
         raised = kind(f"{self.uri}/{key}: cannot {what} ({said}){room}")
         raised.errno = int(number[1]) if number else None

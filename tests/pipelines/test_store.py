@@ -333,6 +333,12 @@ def test_a_copy_that_was_changed_on_the_node_is_fetched_again(
     assert (artifact.local() / "rows" / "part-00000.parquet").read_text() == "7"
 
 
+def test_missing_credentials_are_said_in_words(tmp_path: Path) -> None:
+    asked = OSError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token: 403 Forbidden")
+    said = str(Bucket(tmp_path.as_uri())._error("read", "k", asked))
+    assert "no credentials: set AWS_ACCESS_KEY_ID" in said and "169" not in said
+
+
 def test_a_full_disk_keeps_its_errno(tmp_path: Path) -> None:
     error = Bucket(tmp_path.as_uri())._error("write", "k", OSError("Unable to copy (os error 28)"))
     assert isinstance(error, BucketError) and error.errno == 28
