@@ -279,14 +279,9 @@ def local_head(state: Path) -> Iterator[int]:
     from pipelines import cluster
     from pipelines.config import ClusterConfig
 
-    cluster.hold(state)
-    try:
-        cluster.start_ahead(ClusterConfig(), state)
-        running = cluster.running_head(state)
-        head = running["pid"] if running else None
-        if head is None:
-            raise RuntimeError(f"Ray did not start\n{tail(state / 'logs' / 'head.log')}")
-        yield int(head)
-    finally:
-        cluster.release(state)
-        cluster.down(ClusterConfig(), state)
+    with cluster.provide(ClusterConfig(), state) as address:
+        address()
+        head = cluster.running_head(state)
+        assert head is not None
+        yield int(head["pid"])
+    cluster.down(ClusterConfig(), state)

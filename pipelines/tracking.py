@@ -58,7 +58,7 @@ class Tracking:
             _require_server(uri, timeout_s)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # a request that is repeated blindly makes a run twice
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(timeout_s)))
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, int(timeout_s)))
         os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
         gc.disable()  # 1.5 s of CPU, a sixth of it looking for garbage among modules that stay
         try:
