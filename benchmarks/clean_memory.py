@@ -48,6 +48,7 @@ def run(bench: Bench) -> list[Result]:
 def generate(directory: Path, megabytes: int) -> None:
     """Rows of about a thousand characters, one in ten a repetition; about `megabytes` MB of text."""
     from stages.artifacts import Rows
+    from stages.text.record import Record
     from stages.text.shards import ROWS_SCHEMA, ShardWriter
 
     chance = random.Random(0)
@@ -58,7 +59,7 @@ def generate(directory: Path, megabytes: int) -> None:
         while written < megabytes * 1_000_000:
             if not text or chance.random() >= DUPLICATES:
                 text = " ".join(chance.choices(words, k=ROW_CHARACTERS // 6)) + f" {count}"
-            writer.write(f"row:{count:09d}", "generated", "", text)
+            writer.write(*Record(f"row:{count:09d}", "generated", "text", text=text).values())
             written += len(text)
             count += 1
     Rows.write(directory, {"rows": count, "characters": written})

@@ -70,10 +70,11 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Rows(Artifact):
-    """Raw rows: `rows/part-00000.parquet`, ... with columns id, source, prompt, text (all string, not null).
+    """Raw rows: `rows/part-00000.parquet`, ... with the columns of `stages.text.record.Record`: id, source, kind, prompt, text,
+    messages, tools, chosen, rejected (all string, not null, empty where they do not apply to the kind).
 
-    `prompt` is empty for plain text; loss is taken on `text` alone. Rows that could not be read stand in
-    `quarantine.jsonl` (source, line, reason; never the text). Summary: rows, characters, quarantined, reasons, kind.
+    Rows that could not be read stand in `quarantine.jsonl` (source, line, reason; never the text). Summary: rows,
+    characters, quarantined, reasons, kind.
     """
 
     @classmethod

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from stages.artifacts import Rows
 from stages.contract import Context, Resolver, StageConfig, StageError, location, stage
@@ -66,11 +67,13 @@ def _sources(cfg: IngestConfig, resolver: Resolver) -> Mapping[str, str]:
 @stage(libraries=("pyarrow",), sources=_sources)
 def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     """Read the source, quarantine what cannot be used, write the rest as Parquet."""
+    from stages.text.record import TEXT, Record
     from stages.text.shards import ROWS_SCHEMA, ShardWriter
 
     source = cfg.source
-    reader = None
+    reader, name = None, "docstrings"
     if source.path is not None:
+        name = PurePath(source.path).name
         fields = (source.text_field, source.prompt_field, source.completion_field)
         reader = Reader(find(source.path), *fields, unit=source.text_unit)
     rows, characters, quarantined = 0, 0, Quarantined()
@@ -83,7 +86,8 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
                 quarantined.add(item)
                 quarantine.write(json.dumps(vars(item), sort_keys=True, ensure_ascii=False) + "\n")
                 continue
-            writer.write(item.id, item.source, item.prompt, item.text)
+            kind = reader.kind if reader else TEXT
+            writer.write(*Record(item.id, name, kind, item.prompt, item.text).values())
             rows += 1
             characters += len(item.prompt) + len(item.text)
             if rows % PROGRESS_EVERY == 0:
@@ -104,8 +108,8 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
 def _documentation() -> Iterator[Row]:
     from stages.text import docstrings
 
-    for name, module, text in docstrings.rows():
-        yield Row(name, module, "", text)
+    for name, _, text in docstrings.rows():
+        yield Row(name, "", text)
 
 
 class Quarantined:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset
 import pyarrow.parquet
 
 from stages.artifacts import ArtifactError
+from stages.text.record import FIELDS, Record
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -23,8 +25,18 @@ def shards(directory: Path, name: str = "rows") -> list[Path]:
 
 def documents(directory: Path, split: str) -> Iterator[tuple[str, str, str]]:
     """(id, prompt, text) of one split of a Corpus, in id order; a few hundred rows in memory at a time."""
+    yield from _columns(directory, split, ("id", "prompt", "text"))
+
+
+def records(directory: Path, split: str) -> Iterator[Record]:
+    """The whole rows of one split of a Corpus, in id order."""
+    for values in _columns(directory, split, FIELDS):
+        yield Record(*values)
+
+
+def _columns(directory: Path, split: str, names: tuple[str, ...]) -> Iterator[Any]:
     for shard in shards(directory):
         file = pyarrow.parquet.ParquetFile(shard)
-        for batch in file.iter_batches(batch_size=512, columns=["id", "prompt", "text", "split"]):
+        for batch in file.iter_batches(batch_size=512, columns=[*names, "split"]):
             table = batch.filter(pyarrow.dataset.field("split") == split)
-            yield from zip(*(table.column(name).to_pylist() for name in ("id", "prompt", "text")), strict=True)
+            yield from zip(*(table.column(name).to_pylist() for name in names), strict=True)

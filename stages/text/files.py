@@ -36,7 +36,6 @@ class Row:
     """`id` is `<name of the file>:<line, 9 digits>`, so that rows sort as they stand in the files."""
 
     id: str
-    source: str
     prompt: str
     text: str
 
@@ -186,7 +185,7 @@ class Reader:
             if not string.isascii() and any("\ud800" <= character <= "\udfff" for character in string):
                 return Bad(name, number, "lone surrogate", f"field {field!r}")
             strings.append(string)
-        return Row(row_id(name, number), name, strings[0] if len(strings) == 2 else "", strings[-1])
+        return Row(row_id(name, number), strings[0] if len(strings) == 2 else "", strings[-1])
 
     def _decide(self, name: str, number: int, value: Mapping[str, Any]) -> None:
         """The first row says what all rows are; a row set that fits neither kind is the user's to explain."""
@@ -228,7 +227,7 @@ class Reader:
             yield Bad(name, number + whole.count(b"\n", 0, error.start), "invalid UTF-8")
         else:
             text = text if self.unit is TextUnit.file else text.rstrip("\r\n")
-            yield Row(row_id(name, number), name, "", text)
+            yield Row(row_id(name, number), "", text)
 
     def _parquet(self, name: str, file: Path) -> Iterator[Row | Bad]:
         import pyarrow

@@ -14,14 +14,15 @@ from typing import Self
 import pyarrow
 import pyarrow.parquet
 
+from stages.text.record import FIELDS
+
 ROWS_PER_SHARD = 10_000
 ROWS_PER_GROUP = 1_000
 CHARACTERS_PER_GROUP = 8_000_000
 """A row group ends at whichever comes first, so that readers hold little however long the rows are."""
 
-ROWS_SCHEMA = pyarrow.schema(
-    [pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "source", "prompt", "text")]
-)
+ROWS_SCHEMA = pyarrow.schema([pyarrow.field(name, pyarrow.string(), nullable=False) for name in FIELDS])
+"""The columns of `stages.text.record.Record`."""
 CORPUS_SCHEMA = ROWS_SCHEMA.append(pyarrow.field("split", pyarrow.string(), nullable=False))
 DROPPED_SCHEMA = pyarrow.schema([pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "reason")])
 

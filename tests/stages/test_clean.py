@@ -13,6 +13,7 @@ from stages.artifacts import ArtifactError, Corpus, Rows
 from stages.clean import CleanConfig, CleanResources, clean
 from stages.contract import Context, Executor, StageError
 from stages.text.corpus import documents
+from stages.text.record import Record
 from stages.text.shards import ROWS_SCHEMA, ShardWriter
 
 MakeContext = Callable[..., Context]
@@ -25,7 +26,7 @@ def rows_of(directory: Path, given: Given, rows_per_shard: int = 10_000) -> Rows
     directory.mkdir(parents=True)
     with ShardWriter(directory / "rows", ROWS_SCHEMA, rows_per_shard=rows_per_shard) as writer:
         for row_id, prompt, text in given:
-            writer.write(row_id, "test", prompt, text)
+            writer.write(*Record(row_id, "test", "prompt_completion" if prompt else "text", prompt, text).values())
     Rows.write(directory, {})
     return Rows(uri=directory.as_uri())
 

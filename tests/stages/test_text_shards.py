@@ -8,8 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from stages.artifacts import ArtifactError
-from stages.text.corpus import documents
+from stages.text.corpus import documents, records
 from stages.text.packed import PackedSplit, positions
+from stages.text.record import Record
 from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, Table, remove_partial, write_shard
 
 
@@ -61,9 +62,11 @@ def test_documents_of_one_split_come_in_id_order(tmp_path: Path) -> None:
         list(documents(tmp_path, "train"))
     with ShardWriter(tmp_path / "rows", CORPUS_SCHEMA, rows_per_shard=700) as writer:
         for index in range(2_000):
-            writer.write(f"{index:06d}", "s", f"p{index}", f"t{index}", "validation" if index % 3 == 0 else "train")
+            record = Record(f"{index:06d}", "s", "prompt_completion", f"p{index}", f"t{index}")
+            writer.write(*record.values(), "validation" if index % 3 == 0 else "train")
     found = list(documents(tmp_path, "validation"))
     assert found == [(f"{index:06d}", f"p{index}", f"t{index}") for index in range(0, 2_000, 3)]
+    assert [(row.id, row.prompt, row.text) for row in records(tmp_path, "validation")] == found
 
 
 def packed_shard(path: Path, ids: list[list[int]], starts: list[list[int]]) -> None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from stages.artifacts import Checkpoint, Corpus, TokenDataset
 from stages.contract import Context, Executor, StageError
 from stages.text.packed import PackedSplit
+from stages.text.record import Record
 from stages.text.shards import CORPUS_SCHEMA, ShardWriter
 from stages.tokenize import TokenizeConfig, TokenizeResources, tokenize
 
@@ -28,7 +29,8 @@ def corpus_of(directory: Path, given: Given) -> Corpus:
     directory.mkdir(parents=True)
     with ShardWriter(directory / "rows", CORPUS_SCHEMA) as writer:
         for index, (prompt, text, split) in enumerate(given):
-            writer.write(f"row:{index:09d}", "test", prompt, text, split)
+            kind = "prompt_completion" if prompt else "text"
+            writer.write(*Record(f"row:{index:09d}", "test", kind, prompt, text).values(), split)
     Corpus.write(directory, {})
     return Corpus(uri=directory.as_uri())
 

@@ -12,6 +12,7 @@ import tokenizers
 import transformers
 
 from stages.artifacts import Corpus, TokenDataset
+from stages.text.record import FIELDS, Record
 
 EOS = "<|endoftext|>"
 LENGTH = 64
@@ -47,13 +48,14 @@ def dataset(root: Path, *, rows: int = 24, prompts: bool = False) -> tuple[Token
     """`root/dataset` and `root/corpus` with `rows` packed training rows (about three documents each)."""
     made = tokenizer(root / "dataset" / "tokenizer")
     eos = made.token_to_id(EOS)
-    columns: dict[str, list[str]] = {name: [] for name in ("id", "source", "prompt", "text", "split")}
+    columns: dict[str, list[str]] = {name: [] for name in (*FIELDS, "split")}
     summary: dict[str, Any] = {"sequence_length": LENGTH, "vocab_size": made.get_vocab_size(), "eos_token_id": eos}
     for split, count, seed in (("train", rows * 3, 1), ("validation", 18, 2)):
         documents = []
         for index, text in enumerate(texts(count, seed)):
             prompt, text = (text.split(":")[0] + ":", text.split(":")[1]) if prompts else ("", text)
-            for name, value in zip(columns, (f"{split}-{index:04d}", "tiny", prompt, text, split), strict=True):
+            record = Record(f"{split}-{index:04d}", "tiny", "prompt_completion" if prompt else "text", prompt, text)
+            for name, value in zip(columns, (*record.values(), split), strict=True):
                 columns[name].append(value)
             documents.append((made.encode(prompt).ids if prompt else [], [*made.encode(text).ids, eos]))
         summary[split] = _write(root / "dataset" / split, _pack(documents, eos))
