@@ -1,10 +1,11 @@
-"""Runs work on Ray Data, quietly, or in this process, and hands back the small tables it returns. Apart, because clean and
-tokenize do.
+"""Runs work on Ray Data, quietly, or in this process, and hands back the small tables it returns. Apart, because all stages
+that read rows do.
 
 Work is cut into orders (a range of rows, a shard to write), never into what the data look like, so that the number of
 blocks decides only how much runs at once. Workers read and write the shards themselves: no row payload reaches the driver.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Order = dict[str, Any]
 Work = Callable[..., Iterator[pyarrow.Table]]
+ACTOR_RESTARTS = 3
 
 
 class Resources(Protocol):
@@ -40,6 +42,56 @@ def results(orders: Sequence[Order], work: Work, resources: Resources, **shared:
     with _quiet(), _plain_errors():
         dataset = _dataset(orders, work, resources.blocks, shared)
         yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)
+
+
+class Pool(Protocol):
+    """How a stage spreads work that needs something heavy in memory."""
+
+    actors: int
+    cpus: float
+
+    def inline(self) -> bool: ...
+
+
+def pooled(orders: Sequence[Order], make: Callable[..., Work], pool: Pool, **shared: Any) -> Iterator[pyarrow.Table]:
+    """The tables that `make(**shared)(order)` yields for each order, as they come; `make` (which loads what is heavy) runs
+    once in each of the pool's actors."""
+    if pool.inline():
+        work = make(**shared)
+        for order in orders:
+            yield from work(dict(order))
+        return
+    import ray.data
+
+    from stages.storage.node import here
+
+    with _quiet(), _plain_errors():
+        dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders)).map_batches(
+            _Actor,
+            fn_constructor_kwargs={"make": make, "shared": shared},
+            compute=ray.data.ActorPoolStrategy(size=min(pool.actors, len(orders))),
+            num_cpus=pool.cpus,
+            batch_size=1,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            # Ray Data would start an actor again for ever on a row that kills it.
+            max_restarts=ACTOR_RESTARTS,
+            max_task_retries=ACTOR_RESTARTS,
+            scheduling_strategy=here(),
+        )
+        yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)
+
+
+class _Actor:
+    """One process of the pool. Made at the first order, so that what fails then is told as any work's failure is."""
+
+    def __init__(self, make: Callable[..., Work], shared: dict[str, Any]) -> None:
+        self._make = functools.partial(make, **shared)
+        self._work: Work | None = None
+
+    def __call__(self, batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
+        self._work = self._work or self._make()
+        yield from self._work(batch.to_pylist()[0])
 
 
 def references(orders: Sequence[Order], work: Work, resources: Resources, **shared: Any) -> list[Any]:
