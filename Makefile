@@ -19,10 +19,10 @@ override SWEEP := $(value SWEEP)
 override WHAT := $(value WHAT)
 override MODEL := $(value MODEL)
 override TO := $(value TO)
-export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR
+export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR ROWS SPLIT SEED IDS WHOLE
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
+.PHONY: help setup run plan why preview debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ plan: setup ## what would run, what is reused, and why; starts nothing
 
 why: setup ## the same field by field
 	@$(RAYKEEL) why $(ARGS)
+
+preview: setup ## three rows of tokens: what carries loss, where documents begin (ROWS=3 SPLIT=train SEED=0 IDS=1 WHOLE=1)
+	@$(RAYKEEL) preview $(ARGS)
 
 debug: setup ## one stage under pdb in this process, without Ray: make debug STAGE=train
 	@$(RAYKEEL) debug $(ARGS)

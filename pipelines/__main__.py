@@ -21,6 +21,7 @@ COMMANDS = {
     "run": "pipelines.commands:run",
     "plan": "pipelines.commands:plan",
     "why": "pipelines.commands:why",
+    "preview": "pipelines.preview:preview",
     "debug": "pipelines.debug:debug",
     "config": "pipelines.commands:config",
     "sweep": "pipelines.sweep:sweep",
