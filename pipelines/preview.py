@@ -81,7 +81,7 @@ def _made(console: Console, app: AppConfig, step: Step, overrides: list[str]) ->
     """Run the pipeline up to the step, as `make run run.until=` does."""
     from pipelines import log_file, runner
 
-    console.line(f"{step.name} is not made yet: make run run.until={step.name} first")
+    console.line(f"{step.name} is not made yet; now: make run run.until={step.name}")
     until = dataclasses.replace(app, run=dataclasses.replace(app.run, until=step.name))
     log_file.start(until)
     with session.signals(), session.Session(until, console) as opened:
@@ -139,7 +139,9 @@ def _facts(summary: dict[str, Any], split: str, rows: int) -> Iterator[Text]:
     share = learned / tokens if tokens else 0.0
     used = f", {facts['utilisation']:.1%} used" if "utilisation" in facts else ""
     yield Text("")
-    yield Text(f"{split}: {rows:,} rows of {length:,} tokens{used}; {facts.get('documents', 0):,} documents")
+    yield Text(
+        f"{split}: {rows:,} row{'' if rows == 1 else 's'} of {length:,} tokens{used}; {facts.get('documents', 0):,} documents"
+    )
     yield Text(f"loss on {share:.1%} of the tokens: {learned:,} of {tokens:,}")
     if share < TOO_LITTLE:
         yield _warning(

@@ -19,7 +19,7 @@ IGNORED = -100
 LOSS = ("bright_white on dark_green", "bright_white on green4")
 """Two shades in turn, so that neighbours are told apart."""
 READ = ("", "dim")
-CONTROL = "bold magenta"
+CONTROL, CONTROL_LEARNED = "bold magenta", "bold bright_yellow"
 FOLD_RUN = 160
 """A run of tokens with equal marks that is longer is folded in the middle."""
 FOLD_LEAST = 40
@@ -246,7 +246,9 @@ def _line(row: Sequence[Token], ids: bool) -> Iterator[Text]:
     for place, token in enumerate(row):
         wide = _cell_width(token, ids)
         style = (LOSS if token.loss else READ)[place % 2]
-        text.append(token.text + " " * (wide - token.cells), f"{style} {CONTROL}".strip() if token.control else style)
+        if token.control:
+            style = f"{style} {CONTROL_LEARNED}" if token.loss else CONTROL
+        text.append(token.text + " " * (wide - token.cells), style)
         first, more = ("╰", "─") if token.loss else ("·", " ")
         marks.append((more if token.continued else first) + more * (wide - 1), "green" if token.loss else "dim")
         numbers.append(("" if token.continued else str(token.id)).ljust(wide), "cyan")
