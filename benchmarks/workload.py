@@ -87,6 +87,7 @@ def make_dataset(directory: Path) -> TokenDataset:
         first += rows * LENGTH
         columns = {"input_ids": cut, "labels": [[-100, *row[1:]] for row in cut], "document_starts": [[0]] * rows}
         table = pyarrow.table({name: pyarrow.array(column, integers) for name, column in columns.items()})
+        table = table.append_column("source", pyarrow.array(["stdlib"] * rows))
         (directory / split).mkdir(parents=True)
         pyarrow.parquet.write_table(table, directory / split / "part-00000.parquet")
         summary[split] = {"rows": rows, "documents": rows, "tokens": rows * LENGTH}

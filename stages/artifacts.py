@@ -98,11 +98,14 @@ class Corpus(Artifact):
 class TokenDataset(Artifact):
     """Packed sequences: `train/part-*.parquet`, `validation/part-*.parquet`, and the fast tokenizer in `tokenizer/`.
 
-    Columns, all plain list<int32>: `input_ids` [sequence_length]; `labels` [sequence_length], equal to the id at the same
-    position or -100 where no loss is taken (prompt, padding, first token of a document); `document_starts`, positions at
-    which a document begins (padding counts as a document of its own). Summary: sequence_length, vocab_size, eos_token_id,
-    and for each split: rows, documents, tokens, supervised_tokens, supervised_bytes (UTF-8), utilisation, and the text
-    tokens that carry no label (first_tokens, unsupervised_bytes), so that bits per byte can count every byte.
+    Columns, plain list<int32> but the last: `input_ids` [sequence_length]; `labels` [sequence_length], equal to the id at the
+    same position or -100 where no loss is taken (prompt, padding, first token of a document); `document_starts`, positions at
+    which a document begins (padding counts as a document of its own); `source` (string), which all documents of the row are
+    from. `dropped/part-*.parquet` (id, reason) names each document that became no tokens, if any did.
+    Summary: sequence_length, vocab_size, eos_token_id; waterfall (documents in, left by reason, out); sources (name, weight,
+    rows, documents and tokens by split); and for each split: rows, documents, tokens, supervised_tokens, supervised_bytes
+    (UTF-8), utilisation, what was cut (dropped_*, truncated_*), and the text tokens that carry no label (first_tokens,
+    unsupervised_bytes), so that bits per byte can count every byte.
     """
 
     @classmethod

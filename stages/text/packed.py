@@ -24,16 +24,19 @@ class PackedSplit:
     """[rows, sequence_length]: the id at the same position (not shifted), or -100 where no loss is taken."""
     document_starts: list[Int32]
     """For each row the positions at which a document begins, ascending from 0; padding is a document of its own."""
+    sources: list[str]
+    """For each row the source that all its documents are from."""
 
     @classmethod
     def read(cls, directory: Path, split: str) -> "PackedSplit":
         """Read `split` ("train" or "validation") of the TokenDataset in `directory`. ArtifactError when it is none."""
-        columns = ["input_ids", "labels", "document_starts"]
+        columns = ["input_ids", "labels", "document_starts", "source"]
         table = pyarrow.concat_tables(pyarrow.parquet.read_table(s, columns=columns) for s in shards(directory, split))
         starts = table.column("document_starts").combine_chunks()
         return cls(
             input_ids=_matrix(table.column("input_ids"), directory, split),
             labels=_matrix(table.column("labels"), directory, split),
+            sources=table.column("source").to_pylist(),
             document_starts=np.split(starts.flatten().to_numpy(), starts.offsets.to_numpy()[1:-1]),
         )
 

@@ -73,13 +73,15 @@ def packed_shard(path: Path, ids: list[list[int]], starts: list[list[int]]) -> N
     kind = pyarrow.list_(pyarrow.int32())
     path.parent.parent.mkdir(exist_ok=True)
     columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids], "document_starts": starts}
-    write_shard(path, pyarrow.table({name: pyarrow.array(value, kind) for name, value in columns.items()}))
+    table = pyarrow.table({name: pyarrow.array(value, kind) for name, value in columns.items()})
+    write_shard(path, table.append_column("source", pyarrow.array([path.parent.name] * len(ids))))
 
 
 def test_packed_rows_are_read_as_arrays_with_positions_that_restart_at_each_document(tmp_path: Path) -> None:
     packed_shard(tmp_path / "train" / "part-00000.parquet", [[1, 2, 3, 4], [5, 6, 7, 8]], [[0, 2], [0]])
     packed_shard(tmp_path / "train" / "part-00001.parquet", [[9, 9, 9, 9]], [[0, 1, 3]])
     split = PackedSplit.read(tmp_path, "train")
+    assert split.sources == ["train"] * 3
     assert len(split) == 3 and split.input_ids.dtype == split.labels.dtype == np.int32
     assert split.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]]
     assert split.labels.tolist() == [[-100, 2, 3, 4], [-100, 6, 7, 8], [-100, 9, 9, 9]]

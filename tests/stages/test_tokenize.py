@@ -120,8 +120,10 @@ def test_shards_are_plain_lists_of_fixed_length_and_fixed_count(
     assert [shard.name for shard in shards] == [f"part-{index:05d}.parquet" for index in range(len(shards))]
     counts = [pyarrow.parquet.read_metadata(shard).num_rows for shard in shards]
     assert len(counts) > 2 and set(counts[:-1]) == {1_024} and sum(counts) == dataset.summary()["train"]["rows"]
-    for field in pyarrow.parquet.read_schema(shards[0]):
-        assert field.type == pyarrow.list_(pyarrow.int32())
+    plain = pyarrow.list_(pyarrow.int32())
+    kinds = {field.name: field.type for field in pyarrow.parquet.read_schema(shards[0])}
+    columns = ("input_ids", "labels", "document_starts")
+    assert kinds == dict.fromkeys(columns, plain) | {"source": pyarrow.string()}
 
 
 def test_loss_is_taken_on_completions_and_their_end_alone(

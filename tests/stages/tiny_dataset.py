@@ -103,6 +103,7 @@ def _write(directory: Path, rows: list[tuple[list[int], list[int], list[int]]]) 
     directory.mkdir(parents=True)
     names = ("input_ids", "labels", "document_starts")
     table = pyarrow.table({n: pyarrow.array(c, LIST) for n, c in zip(names, zip(*rows, strict=True), strict=True)})
+    table = table.append_column("source", pyarrow.array(["tiny"] * len(rows)))
     pyarrow.parquet.write_table(table, directory / "part-00000.parquet")
     return {"rows": len(rows), "supervised_tokens": sum(label != -100 for _, labels, _ in rows for label in labels)}
 

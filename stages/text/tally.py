@@ -1,0 +1,100 @@
+"""What became of the documents on their way to tokens, in numbers: a waterfall by reason, a profile of each split, one of
+each source. Apart from the verb, because every row that does not become tokens must be accounted for in one place."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stages.contract import StageError
+
+SPLITS = ("train", "validation")
+COUNTED = (
+    "rows documents pieces tokens prompt_tokens prompt_bytes supervised_tokens supervised_bytes first_tokens"
+    " unsupervised_bytes dropped_pieces dropped_tokens truncated_documents truncated_tokens"
+)
+POLICY = {
+    "over_long": "longer than stages.tokenize.sequence_length, with stages.tokenize.over_long=drop",
+    "answer_cut_off": "nothing to learn within stages.tokenize.sequence_length: the prompt alone fills the row",
+}
+"""Reasons that a person has chosen: counted, but no sign of bad rows."""
+BAD = {
+    "no_supervised_tokens": "no token to learn: no assistant turn, or an empty one",
+}
+"""Reasons that lie in the rows."""
+LINES_SHOWN = 5
+
+
+class Tally:
+    """Adds up what the windows report. Order of arrival does not matter."""
+
+    def __init__(self, reports: Iterable[Mapping[str, Any]]) -> None:
+        self.came: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.first: dict[str, list[str]] = defaultdict(list)
+        self.counts: dict[str, dict[str, Counter[str]]] = {split: defaultdict(Counter) for split in SPLITS}
+        """split -> source -> numbers"""
+        self.chunks: dict[str, dict[str, list[dict[str, Any]]]] = {split: defaultdict(list) for split in SPLITS}
+        """split -> source -> files of pieces, in the order of the documents"""
+        for report in sorted(reports, key=lambda report: int(report["window"])):
+            self.came.update(report["came"])
+            self.reasons.update(report["reasons"])
+            for reason, ids in report["first"].items():
+                self.first[reason] += ids[: LINES_SHOWN - len(self.first[reason])]
+            for found in report["found"]:
+                split, source = found["split"], found["source"]
+                self.counts[split][source].update(found["counts"])
+                self.chunks[split][source] += found["chunks"]
+
+    def refuse_above(self, share: float) -> None:
+        """StageError, with the table of reasons, when more than this share of the documents was bad."""
+        bad = {reason: count for reason, count in self.reasons.items() if reason not in POLICY}
+        total, came = sum(bad.values()), self.came.total()
+        if total <= share * came:
+            return
+        lines = [
+            f"  {count:>9,}  {reason}: {BAD.get(reason, 'see the documentation')}; {', '.join(self.first[reason])}"
+            for reason, count in sorted(bad.items(), key=lambda item: (-item[1], item[0]))
+        ]
+        raise StageError(
+            f"{total:,} of {came:,} rows ({total / came:.1%}) do not become tokens, more than "
+            f"stages.tokenize.max_bad_fraction={share:g} allows; mend the rows or raise it:\n" + "\n".join(lines)
+        )
+
+    def refuse_empty(self) -> None:
+        """StageError when a split has nothing to learn from."""
+        for split in SPLITS:
+            if not any(counts["pieces"] for counts in self.counts[split].values()):
+                left = "".join(f"\n  {count:>9,}  {reason}" for reason, count in sorted(self.reasons.items()))
+                raise StageError(
+                    f"the {split} split of the corpus has no text to learn from or to score; add rows"
+                    + (f" or keep those that left:{left}" if left else "")
+                )
+
+    def waterfall(self) -> list[dict[str, str | int]]:
+        """Documents that came in, that left for each reason, and that became tokens."""
+        steps = {"in": self.came.total()} | dict(sorted(self.reasons.items()))
+        steps["out"] = self.came.total() - self.reasons.total()
+        return [{"step": step, "documents": documents} for step, documents in steps.items()]
+
+    def profile(self, split: str, sequence_length: int) -> dict[str, int | float]:
+        """One split in numbers. `unsupervised_bytes` are the text's bytes under `first_tokens`, which carry no label; with
+        `supervised_bytes` they are all bytes that are to be learned."""
+        counts = sum(self.counts[split].values(), Counter())
+        places = counts["rows"] * sequence_length
+        profile: dict[str, int | float] = {name: counts[name] for name in COUNTED.split()}
+        profile["padding_tokens"] = places - counts["tokens"]
+        profile["utilisation"] = round(counts["tokens"] / places, 6) if places else 0.0
+        return profile
+
+    def sources(self, weights: Mapping[str, float]) -> list[dict[str, Any]]:
+        """For each source, by name: its weight and what it has in each split."""
+        names = sorted({*weights, *(source for split in SPLITS for source in self.counts[split])})
+        units = ("rows", "documents", "tokens", "supervised_tokens")
+        return [
+            {
+                "name": name,
+                "weight": weights.get(name, 1.0),
+                **{split: {unit: self.counts[split][name][unit] for unit in units} for split in SPLITS},
+            }
+            for name in names
+        ]
