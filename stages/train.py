@@ -10,6 +10,7 @@ with its process.
 """
 
 import os
+import re
 import shutil
 import time
 import traceback
@@ -126,7 +127,11 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
         _under_ray(cfg.resources, ctx, job, report)
     report.finish()
     shutil.copytree(job.work / "export", ctx.output, dirs_exist_ok=True)
-    return Checkpoint(uri=ctx.output.resolve().as_uri())
+    made = Checkpoint(uri=ctx.output.resolve().as_uri())
+    for source, drawn in made.summary().get("sources", {}).items():
+        name = re.sub(r"[^\w./ -]", "_", source)  # what MLflow takes as the name of a metric
+        ctx.tracker.log_metrics({f"{fact}_{name}": float(number) for fact, number in drawn.items()})
+    return made
 
 
 def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:

@@ -24,7 +24,7 @@ from stages.training.config import Job, Precision
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
 from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
-from stages.training.sampler import RowSampler
+from stages.training.sampler import RowSampler, mix
 from stages.training.world import World, environment, joined, repeatable
 
 
@@ -74,6 +74,9 @@ class Training:
             rows_per_step=job.recipe.rows_per_step(length),
             total_rows=job.recipe.total_rows(len(self.split), length),
             seed=job.seed,
+            sources=mix(
+                self.split.sources, {source["name"]: source["weight"] for source in self.facts.get("sources", [])}
+            ),
         )
         self.supervised = supervised_tokens(self.split)
         self.tokens = self.skipped = 0
@@ -209,8 +212,22 @@ class Training:
             "validation_loss": self.last.get("validation_loss"),
             "sequence_length": self.facts["sequence_length"],
         }
+        if self.sampler.sources:
+            summary["sources"] = self._realised()
         probe = self.validation.input_ids[:1, :128]
         export(self.model, self.job, summary, eos_token_id=self.facts["eos_token_id"], probe=probe)
+
+    def _realised(self) -> dict[str, dict[str, float]]:
+        """What training drew from each source of a mix: rows, their share of all rows, passes over the source."""
+        counts = self.sampler.realised()
+        return {
+            source.name: {
+                "rows": counts[source.name],
+                "share": round(counts[source.name] / self.sampler.total_rows, 6),
+                "epochs": round(counts[source.name] / len(source.rows), 4),
+            }
+            for source in self.sampler.sources
+        }
 
 
 def _model(job: Job, facts: dict[str, Any], sequence_length: int) -> Any:
