@@ -94,8 +94,8 @@ def measure(directory: Path, megabytes: int) -> dict[str, Any]:
         "before_mb": before,
         "seconds": round(seconds, 2),
         "rows_in": steps["in"],
-        "rows_seen": facts["rows"] + sum(steps[reason] for reason in ("too_short", "too_long", "duplicate")),
-        "duplicates": steps["duplicate"],
+        "rows_seen": facts["rows"] + sum(steps[reason] for reason in facts["reasons"]),
+        "duplicates": steps["exact_duplicate"] + steps["duplicate"],
     }
     ray.shutdown()
     return found

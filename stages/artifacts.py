@@ -86,7 +86,9 @@ class Rows(Artifact):
 class Corpus(Artifact):
     """Cleaned rows: `rows/part-*.parquet` = Rows' columns plus `split` ("train" or "validation").
 
-    `dropped/part-*.parquet` (id, reason) keeps a reason for each row that left. Summary: waterfall, rows, characters by split.
+    `dropped/part-*.parquet` (id, reason, detail) keeps a reason for each row that left; `dropped/examples.jsonl` shows some of
+    them where that was asked for. Summary: waterfall, reasons in words, rows, characters and bytes by split and by source,
+    sizes of clusters of duplicates, split_overlap (0).
     """
 
     @classmethod

@@ -1,35 +1,37 @@
 """Makes rows fit to learn from: one form, no extremes, no duplicates, and a split that never moves. Apart from ingest,
 because rules change more often than sources.
 
-Two passes of Ray Data over the shards. The first computes content keys and moves nothing else; tasks that see all keys of
-one range of hashes pick the first row of each. The second reads again, writes what stays and why the rest leaves.
+Two passes over the shards. The first takes each row through all that concerns it alone, writes it to a scratch table as it
+would leave, and hands on keys; tasks that see all keys of one range find what is equal or nearly so. The second puts the
+output together: what stays, and why the rest leaves.
 """
 
 import json
-from collections import Counter, defaultdict
+import shutil
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.artifacts import ArtifactError, Corpus, Rows
+from stages.artifacts import Corpus, Rows
 from stages.contract import Context, StageConfig, StageError, TaskResources, stage
+from stages.text.curation import NearDuplicates
 
 if TYPE_CHECKING:
-    import numpy
-    import numpy.typing
-
-    from stages.text.cleaning import Rules
+    from stages.text.duplicates import Found
+    from stages.text.judging import Steps
     from stages.text.shards import Table
+    from stages.text.waterfall import Tally
 
 SPLITS = ("train", "validation")
-UNITS = ("rows", "characters", "bytes")
-REASONS = {
+BEFORE = {
     "too_short": "below stages.clean.min_characters",
     "too_long": "above stages.clean.max_characters",
+    "exact_duplicate": "the same row, byte for byte, stands earlier",
     "duplicate": "the same row, after normalisation, stands earlier",
 }
-KEYS_PER_TASK = 2_000_000
-"""48 MB of keys in one deduplicating task."""
+AFTER = {"near_duplicate": "nearly the same row stands earlier (stages.clean.near_duplicates)"}
+"""Reasons in the order in which they are asked, before and after the rules for prose."""
 
 
 @dataclass(kw_only=True)
@@ -47,8 +49,12 @@ class CleanResources(TaskResources):
 
 @dataclass(kw_only=True)
 class CleanConfig(StageConfig):
-    """Normalisation, limits, exact deduplication and split."""
+    """Normalisation, limits, deduplication and split."""
 
+    normalise: bool = True
+    """Rows of text and of prompt and completion are written in normal form: NFC, line ends as newlines, no control
+    characters, no white space at line ends, at most one blank line in a row. False: they stay byte for byte; duplicates are
+    told by the normal form either way. What stands in messages always stays as it is."""
     min_characters: int = 1
     """Rows whose text is shorter after normalisation leave (characters)."""
     max_characters: int = 200_000
@@ -56,6 +62,10 @@ class CleanConfig(StageConfig):
     validation_fraction: float = 0.05
     """Share of the rows that training never sees (0 to 1, exclusive). A row's side follows from its content alone, so it
     never changes when other rows come or go."""
+    near_duplicates: NearDuplicates | None = None
+    """Rows that are nearly the same. Null: not looked for."""
+    examples_per_reason: int = 0
+    """So many rows that left are shown for each reason, with their text, in dropped/examples.jsonl. 0: no text is shown."""
     resources: CleanResources = field(default_factory=CleanResources)
     """How the work is spread."""
 
@@ -68,105 +78,126 @@ class CleanConfig(StageConfig):
             )
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        if self.examples_per_reason < 0:
+            raise ValueError(f"examples_per_reason must be at least 0, got {self.examples_per_reason}")
 
 
 @stage(libraries=("pyarrow",), ray=True)
 def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
-    """Normalise, filter, remove duplicates and split."""
-    from stages.text.cleaning import Rules
+    """Repair, filter, remove duplicates and split."""
     from stages.text.corpus import shards
+    from stages.text.duplicates import find
+    from stages.text.examples import write_examples
     from stages.text.shards import Table, remove_partial
 
-    table = Table.of(shards(rows.local()))
-    rules = Rules(cfg.min_characters, cfg.max_characters, cfg.validation_fraction)
+    table, steps, scratch = Table.of(shards(rows.local())), _steps(cfg), ctx.output / "scratch"
     ctx.progress(0.0, f"{table.total:,} rows")
-    kept = _first_of_each(table, rules, cfg.resources)
-    ctx.progress(0.5, "duplicates found")
-    counts = _write(table, rules, kept, cfg.resources, ctx)
+    scratch.mkdir()
+    keys = _judge(table, steps, scratch, cfg.resources)
+    ctx.progress(0.6, "rows judged")
+    found = find(keys, table.total, cfg.validation_fraction, cfg.near_duplicates, cfg.resources)
+    ctx.progress(0.7, "duplicates found")
+    judged = Table.of(sorted(scratch.glob("part-*")))
+    tally = _write(judged, found, cfg, ctx)
 
-    _refuse_empty(counts, cfg.validation_fraction)
+    reasons = BEFORE | AFTER
+    _refuse_empty(tally, reasons, cfg.validation_fraction)
+    _refuse_overlap(found)
+    write_examples(judged, tally.seen, reasons, ctx.output / "dropped")
+    shutil.rmtree(scratch)
     remove_partial(ctx.output)
-    splits = {split: counts[split] for split in SPLITS}
-    total = {unit: sum(split[unit] for split in splits.values()) for unit in UNITS}
-    dropped = {reason: counts[reason]["rows"] for reason in REASONS if counts[reason]["rows"]}
-    ctx.tracker.log_metrics(
-        {"rows_in": counts["in"]["rows"], "rows_out": total["rows"], "characters": total["characters"]}
-    )
-    ctx.tracker.log_metrics({f"dropped_{reason}": count for reason, count in dropped.items()})
-    left = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
-    held = splits["validation"]["rows"]
-    ctx.headline(f"{total['rows']:,} of {counts['in']['rows']:,} rows, {held:,} of them validation; dropped: {left}")
-    Corpus.write(ctx.output, {"waterfall": _waterfall(counts), **total, **splits})
+    _report(tally, reasons, found, rows, ctx)
     return Corpus(uri=ctx.output.resolve().as_uri())
 
 
-def _first_of_each(table: "Table", rules: "Rules", resources: CleanResources) -> "numpy.typing.NDArray[numpy.bool_]":
-    """[rows] bool: passes the rules and is the first of its kind. A byte a row is all that the driver holds."""
-    import numpy
+def _steps(cfg: CleanConfig) -> "Steps":
+    from stages.text.judging import Steps
 
+    names = ("normalise", "min_characters", "max_characters", "near_duplicates")
+    return Steps(**{name: getattr(cfg, name) for name in names})
+
+
+def _judge(table: "Table", steps: "Steps", scratch: Path, resources: CleanResources) -> list[object]:
+    """Have each range of rows judged by a task. Keys of the rows, where they were made."""
     from stages.text import cleaning
-    from stages.text.blocks import call, ranges, references
+    from stages.text.blocks import ranges, references
 
-    keys = references(ranges(table.total, resources.blocks), cleaning.keys, resources, table=table, rules=rules)
-    parts = -(-max(table.total, 1) // KEYS_PER_TASK)
-    kept = numpy.zeros(table.total, bool)
-    for positions in call(cleaning.first_of_each, [(part, parts, *keys) for part in range(parts)], resources):
-        kept[positions] = True
-    return kept
+    orders = [{**order, "part": part} for part, order in enumerate(ranges(table.total, resources.blocks))]
+    return references(orders, cleaning.judged, resources, table=table, steps=steps, scratch=scratch)
 
 
-def _write(
-    table: "Table", rules: "Rules", kept: "numpy.typing.NDArray[numpy.bool_]", resources: CleanResources, ctx: Context
-) -> dict[str, Counter[str]]:
-    """Have each output shard written by a task. What was counted, by reason and split: rows, characters, bytes."""
+def _write(judged: "Table", found: "Found", cfg: CleanConfig, ctx: Context) -> "Tally":
+    """Have each output shard written by a task. What was counted."""
     import numpy
 
     from stages.text import cleaning
     from stages.text.blocks import results
     from stages.text.shards import ROWS_PER_SHARD
+    from stages.text.waterfall import Tally
 
     # A shard ends before the row that is one too many for it, wherever the blocks were cut; what leaves goes with it.
-    edges = [0, *numpy.flatnonzero(kept)[ROWS_PER_SHARD::ROWS_PER_SHARD].tolist(), table.total]
+    edges = [0, *numpy.flatnonzero(found.kept)[ROWS_PER_SHARD::ROWS_PER_SHARD].tolist(), judged.total]
+    copies = found.copies(judged)
     orders = [
-        {"shard": shard, "first": first, "last": last, "kept": numpy.packbits(kept[first:last]).tobytes()}
+        {
+            "shard": shard,
+            "first": first,
+            "last": last,
+            "validation": numpy.packbits(found.validation[first:last]).tobytes(),
+            "copies": cleaning.packed(copies.between(first, last)),
+        }
         for shard, (first, last) in enumerate(pairwise(edges))
     ]
     reports: list[dict[str, Any]] = []
-    for batch in results(orders, cleaning.write, resources, table=table, rules=rules, output=ctx.output):
+    shared = {"table": judged, "output": ctx.output, "examples": cfg.examples_per_reason}
+    for batch in results(orders, cleaning.write, cfg.resources, **shared):
         reports += map(json.loads, batch.column("facts").to_pylist())
-        ctx.progress(0.5 + 0.5 * len(reports) / len(orders), f"{len(reports)} of {len(orders)} shards written")
-    reports.sort(key=lambda report: report["shard"])
-    for before, after in pairwise(reports):
-        if before["last_id"] >= after["first_id"]:
-            raise ArtifactError(
-                f"row {after['first_id']} stands after {before['last_id']}: rows must stand in id order"
-            )
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for report in reports:
-        for name, numbers in report["counts"].items():
-            counts[name].update(numbers)
-    return {
-        name: Counter({unit: counts[name][unit] for unit in UNITS}) for name in ("in", "normalised", *REASONS, *SPLITS)
+        ctx.progress(0.7 + 0.3 * len(reports) / len(orders), f"{len(reports)} of {len(orders)} shards written")
+    return Tally.of(sorted(reports, key=lambda report: int(report["shard"])), cfg.examples_per_reason)
+
+
+def _report(tally: "Tally", reasons: dict[str, str], found: "Found", rows: Rows, ctx: Context) -> None:
+    """The summary, the metrics and the headline."""
+    total, splits, dropped = tally.out(), {split: tally.split(split) for split in SPLITS}, tally.dropped(reasons)
+    weights = {source["name"]: source["weight"] for source in rows.summary().get("sources", [])}
+    ctx.tracker.log_metrics(
+        {
+            "rows_in": tally.rows,
+            "rows_out": total["rows"],
+            "characters": total["characters"],
+            "split_overlap": found.overlap,
+        }
+    )
+    ctx.tracker.log_metrics({f"dropped_{reason}": count for reason, count in dropped.items()})
+    left = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+    held = splits["validation"]["rows"]
+    ctx.headline(f"{total['rows']:,} of {tally.rows:,} rows, {held:,} of them validation; dropped: {left}")
+    facts = {
+        "waterfall": tally.waterfall(reasons),
+        "reasons": {reason: reasons[reason] for reason in dropped},
+        "sources": tally.by_source(weights),
+        "clusters": {kind: {str(size): count for size, count in sizes.items()} for kind, sizes in found.sizes.items()},
+        "split_overlap": found.overlap,
     }
+    Corpus.write(ctx.output, {**facts, **total, **splits})
 
 
-def _waterfall(counts: dict[str, Counter[str]]) -> list[dict[str, str | int]]:
-    """What came in, what left at each step, what went out; `in` minus all that left is `out`, in rows and in characters."""
-    out = sum((counts[split] for split in SPLITS), Counter())
-    gone = Counter({"characters": counts["in"]["characters"] - counts["normalised"]["characters"]})
-    steps = {"in": counts["in"], "normalise": gone} | {reason: counts[reason] for reason in REASONS} | {"out": out}
-    return [{"step": step, "rows": n["rows"], "characters": n["characters"]} for step, n in steps.items()]
-
-
-def _refuse_empty(counts: dict[str, Counter[str]], fraction: float) -> None:
-    came = counts["in"]["rows"]
-    if not any(counts[split]["rows"] for split in SPLITS):
-        lines = [f"  {counts[reason]['rows']:>9,}  {reason}: {words}" for reason, words in REASONS.items()]
-        raise StageError(f"all {came:,} rows were filtered out; loosen these rules:\n" + "\n".join(lines))
+def _refuse_empty(tally: "Tally", reasons: dict[str, str], fraction: float) -> None:
+    if not tally.out()["rows"]:
+        lines = [f"  {tally.counts[reason]['rows']:>9,}  {reason}: {words}" for reason, words in reasons.items()]
+        raise StageError(f"all {tally.rows:,} rows were filtered out; loosen these rules:\n" + "\n".join(lines))
     for split, other, direction in (("validation", "train", "larger"), ("train", "validation", "smaller")):
-        if not counts[split]["rows"]:
+        if not tally.counts[split]["rows"]:
             raise StageError(
-                f"the {split} split is empty: all {counts[other]['rows']:,} rows fell into {other} with "
+                f"the {split} split is empty: all {tally.counts[other]['rows']:,} rows fell into {other} with "
                 f"stages.clean.validation_fraction={fraction}; set a {direction} fraction or add rows "
                 "(one row a paragraph of text files: stages.ingest.source.text_unit=paragraph)"
             )
+
+
+def _refuse_overlap(found: "Found") -> None:
+    if found.overlap:
+        raise StageError(
+            f"{found.overlap:,} contents stand on both sides of the split, wanted none: no score on validation would mean "
+            "anything. This is a fault of clean, not of the rows"
+        )

@@ -1,124 +1,110 @@
-"""What clean does to rows, on the workers. Apart, because Ray ships these functions to them."""
+"""What clean does to rows, on the workers. Apart, because Ray ships these functions to them.
+
+`judged` reads the rows once, in ranges: it writes each as it would leave to a scratch table, beside what was found out about
+it, and hands on keys alone. `write` puts the output together from that table once the keys have met.
+"""
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow
+import pyarrow.parquet
 
-from stages.artifacts import ArtifactError
 from stages.text.corpus import TRAIN, VALIDATION
-from stages.text.normalise import content_key, in_validation, normalise_row
-from stages.text.record import FIELDS, Record, prose
+from stages.text.duplicates import LEAVES, LEAVES_LATER, STAYS, keys_schema
+from stages.text.judging import CONTAMINATED, Judge, Judged, Steps
+from stages.text.minhash import MinHash
+from stages.text.record import FIELDS, Record
 from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, Table
+from stages.text.waterfall import Tally
 
-KEYS_SCHEMA = pyarrow.schema([("high", pyarrow.uint64()), ("low", pyarrow.uint64()), ("position", pyarrow.int64())])
-"""Half of a row's sha256 (128 bits are enough to tell 10^15 rows apart) and where it stands: all that deduplication moves."""
+NUMBERS = ("came", "repaired", "leaves", "size")
 FACTS_SCHEMA = pyarrow.schema([("facts", pyarrow.string())])
+SCRATCH_SCHEMA = pyarrow.schema(
+    [pyarrow.field(name, pyarrow.string()) for name in (*FIELDS, "reason", "detail", "language", "masked")]
+    + [pyarrow.field(name, pyarrow.int64()) for name in NUMBERS]
+)
+FATES = {"": STAYS, CONTAMINATED: LEAVES_LATER}
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The limits that clean applies to each row alone, and the split."""
-
-    min_characters: int
-    max_characters: int
-    validation_fraction: float
-
-    def reason(self, record: Record) -> str | None:
-        said = prose(record)
-        if len(said) - len(record.prompt) < self.min_characters:
-            return "too_short"
-        return "too_long" if len(said) > self.max_characters else None
-
-
-def rows(table: Table, order: dict[str, Any]) -> Iterator[tuple[int, Record]]:
-    """(position, record) of the rows that an order names."""
+def judged(order: dict[str, Any], table: Table, steps: Steps, scratch: Path) -> Iterator[pyarrow.Table]:
+    """First pass over a range of rows: the scratch table of it, and the keys by which its rows are compared."""
+    judge = Judge(steps)
+    bands = steps.near_duplicates.bands if steps.near_duplicates else 0
     position = order["first"]
-    for part in table.slices(order["first"], order["last"]):
-        for values in zip(*(part.column(name).to_pylist() for name in FIELDS), strict=True):
-            yield position, Record(*values)
-            position += 1
+    with ShardWriter(scratch, SCRATCH_SCHEMA, order["part"], None, compression="lz4") as writer:
+        for part in table.slices(order["first"], order["last"]):
+            records = map(Record, *(part.column(name).to_pylist() for name in FIELDS))
+            rows = [judge.judge(record) for record in records]
+            writer.write_table(_scratch(rows))
+            yield _keys(rows, position, steps, bands)
+            position += len(rows)
 
 
-def normalised(record: Record) -> Record:
-    prompt, text = normalise_row(record.prompt, record.text)
-    return replace(record, prompt=prompt, text=text)
+def _scratch(rows: list[Judged]) -> pyarrow.Table:
+    values: list[Sequence[Any]] = list(zip(*(row.record.values() for row in rows), strict=True))
+    values += [[getattr(row, name) for row in rows] for name in ("reason", "detail", "language")]
+    values += [[json.dumps(row.masked, sort_keys=True) if row.masked else "" for row in rows]]
+    values += [[getattr(row, name) for row in rows] for name in NUMBERS]
+    return pyarrow.table(values, schema=SCRATCH_SCHEMA)
 
 
-def key_of(record: Record) -> bytes:
-    """Content key: of prompt and text, or of what a chat or a preference consists of."""
-    if record.messages or record.chosen:
-        return content_key(record.messages + "\0" + record.tools, record.chosen + "\0" + record.rejected)
-    return content_key(record.prompt, record.text)
+def _keys(rows: list[Judged], first: int, steps: Steps, bands: int) -> pyarrow.Table:
+    places = [place for place, row in enumerate(rows) if row.key]
+    keyed = [rows[place] for place in places]
+    halves = np.frombuffer(b"".join(row.key[:16] for row in keyed), ">u8").reshape(-1, 2).astype(np.uint64)
+    raw = np.frombuffer(b"".join(row.raw[:8] for row in keyed), ">u8").astype(np.uint64)
+    side = np.array([row.side for row in keyed], np.uint64)
+    fate = np.array([FATES.get(row.reason, LEAVES) for row in keyed], np.uint8)
+    columns = [np.array(places, np.int64) + first, halves[:, 0], halves[:, 1], raw, side, fate]
+    if steps.near_duplicates is None:
+        columns.append(np.zeros(len(keyed), bool))
+    else:
+        found = MinHash(bands, steps.near_duplicates.rows, steps.near_duplicates.ngram)
+        keys, known = found.keys([row.compared or "" for row in keyed])
+        columns += [known, *keys.T]
+    return pyarrow.table([pyarrow.array(column) for column in columns], schema=keys_schema(bands))
 
 
-def keys(order: dict[str, Any], table: Table, rules: Rules) -> Iterator[pyarrow.Table]:
-    """First pass over a range of rows: content keys of those that pass the rules."""
-    found: list[tuple[bytes, int]] = []
-    for position, raw in rows(table, order):
-        record = normalised(raw)
-        if rules.reason(record) is None:
-            found.append((key_of(record), position))
-    halves = np.frombuffer(b"".join(key[:16] for key, _ in found), dtype=">u8").reshape(-1, 2).astype(np.uint64)
-    columns = [halves[:, 0], halves[:, 1], np.array([position for _, position in found], np.int64)]
-    yield pyarrow.table([pyarrow.array(column) for column in columns], schema=KEYS_SCHEMA)
-
-
-def first_of_each(part: int, parts: int, *tables: pyarrow.Table) -> npt.NDArray[np.int64]:
-    """Of all keys with `high % parts == part`: the positions of the first row of each, so equal rows meet in one task."""
-    table = pyarrow.concat_tables([table for table in tables if table.num_rows] or [KEYS_SCHEMA.empty_table()])
-    high, low, position = (table.column(name).to_numpy() for name in KEYS_SCHEMA.names)
-    mine = high % np.uint64(parts) == part
-    high, low, position = high[mine], low[mine], position[mine]
-    order = np.lexsort((position, low, high))
-    high, low, position = high[order], low[order], position[order]
-    new = np.ones(len(order), bool)
-    new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
-    first: npt.NDArray[np.int64] = position[new]
-    return first
-
-
-def write(order: dict[str, Any], table: Table, rules: Rules, output: Path) -> Iterator[pyarrow.Table]:
-    """Second pass over the rows of one output shard: write what stays and why the rest leaves; report the counts."""
-    kept = np.unpackbits(np.frombuffer(order["kept"], np.uint8)).astype(bool)
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    last = ""
-    shard = order["shard"]
+def write(order: dict[str, Any], table: Table, output: Path, examples: int) -> Iterator[pyarrow.Table]:
+    """Second pass, over the scratch rows of one output shard: write what stays and why the rest leaves; report the counts."""
+    validation = np.unpackbits(np.frombuffer(order["validation"], np.uint8)).astype(bool)
+    copies = {row["position"]: (row["reason"], row["twin"]) for row in _unpacked(order["copies"]).to_pylist()}
+    tally, shard, position = Tally(examples), order["shard"], order["first"]
     with (
         ShardWriter(output / "rows", CORPUS_SCHEMA, first=shard) as stay,
         ShardWriter(output / "dropped", DROPPED_SCHEMA, first=shard, rows_per_shard=None) as leave,
     ):
-        for position, raw in rows(table, order):
-            if raw.id <= last:
-                raise ArtifactError(
-                    f"row {raw.id} stands after {last}: rows must stand in the order of their ids, each once"
-                )
-            order.setdefault("first_id", raw.id)
-            last = raw.id
-            record = normalised(raw)
-            reason = rules.reason(record)
-            if reason is None and not kept[position - order["first"]]:
-                reason = "duplicate"
-            if reason is None:
-                split = VALIDATION if in_validation(key_of(record), rules.validation_fraction) else TRAIN
-                stay.write(*record.values(), split)
-            else:
-                leave.write(raw.id, reason)
-            _count(counts["in"], raw)
-            _count(counts["normalised"], record)
-            _count(counts[reason or split], record)
-    facts = {"shard": shard, "first_id": order.get("first_id", ""), "last_id": last, "counts": counts}
-    yield pyarrow.table([[json.dumps(facts)]], schema=FACTS_SCHEMA)
+        for part in table.slices(order["first"], order["last"]):
+            columns = (part.column(name).to_pylist() for name in SCRATCH_SCHEMA.names)
+            for *row, reason, detail, language, masked, came, repaired, leaves, size in zip(*columns, strict=True):
+                row_id, source = row[0], row[1]
+                tally.follow(row_id)
+                if position in copies:  # every reason that is asked later gives way
+                    reason, twin = copies[position]
+                    detail = f"of {twin}"
+                if reason:
+                    leave.write(row_id, reason, detail)
+                    task = detail.rpartition(" ")[0] if reason == CONTAMINATED else ""
+                    tally.left(reason, source, position, came, repaired, task)
+                else:
+                    split = VALIDATION if validation[position - order["first"]] else TRAIN
+                    stay.write(*row, split)
+                    tally.stayed(split, source, language, masked, came, repaired, leaves, size)
+                position += 1
+    yield pyarrow.table([[json.dumps({"shard": shard, **tally.facts()})]], schema=FACTS_SCHEMA)
 
 
-def _count(counts: Counter[str], record: Record) -> None:
-    said = prose(record)
-    counts["rows"] += 1
-    counts["characters"] += len(said)
-    counts["bytes"] += len(said.encode())
+def packed(table: pyarrow.Table) -> bytes:
+    """A small table inside an order."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def _unpacked(data: bytes) -> pyarrow.Table:
+    return pyarrow.ipc.open_stream(data).read_all()

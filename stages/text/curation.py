@@ -251,3 +251,23 @@ class Decontamination:
             raise ValueError("decontamination.tasks is empty: name at least one evaluation set, or set it to null")
         _at_least("decontamination.ngram", self.ngram, 2)
         _share("decontamination.max_overlap", self.max_overlap)
+
+
+@dataclass(kw_only=True)
+class NearDuplicates:
+    """Texts that are nearly the same, by MinHash: two with Jaccard similarity s of their word n-grams are found with
+    probability 1 - (1 - s^rows)^bands. Defaults are FineWeb's: 0.05 at s = 0.5, 0.56 at 0.7, 0.77 at 0.75, 0.92 at 0.8, 1.00 at
+    0.9. Near-duplicates never stand on both sides of the split, whether they leave or not."""
+
+    bands: int = 14
+    """More: found at smaller similarity, at more cost."""
+    rows: int = 8
+    """Hash values a band; more: only more similar texts are found."""
+    ngram: int = 5
+    """Words that are compared as one. Texts with fewer words are compared by exact duplicates alone."""
+    remove: bool = True
+    """All but the one with the smallest id leave. False: all stay, on one side of the split."""
+
+    def __post_init__(self) -> None:
+        for name in ("bands", "rows", "ngram"):
+            _at_least(f"near_duplicates.{name}", getattr(self, name), 1)

@@ -3,6 +3,10 @@
 import hashlib
 import re
 import unicodedata
+from dataclasses import replace
+
+from stages.text.record import Record
+from stages.text.rewriting import is_nested, rewritten
 
 _CONTROL = {code: None for code in (*range(0x20), 0x7F, 0xFEFF) if chr(code) not in "\t\n"}
 _LINE_ENDS = re.compile(r"\r\n?|\u0085|\u2028|\u2029")
@@ -32,6 +36,29 @@ def content_key(prompt: str, text: str) -> bytes:
     return digest.digest()
 
 
+def normal_form(record: Record) -> Record:
+    """The row that stands for all that are the same after normalisation. In messages white space around what is said makes
+    no difference either."""
+    if is_nested(record):
+        return rewritten(record, lambda said: normalise(said).strip())
+    prompt, text = normalise_row(record.prompt, record.text)
+    if prompt == record.prompt and text == record.text:
+        return record
+    return replace(record, prompt=prompt, text=text)
+
+
+def key_of(record: Record) -> bytes:
+    """Content key: of prompt and text, or of what a chat or a preference consists of."""
+    if is_nested(record):
+        return content_key(record.messages + "\0" + record.tools, record.chosen + "\0" + record.rejected)
+    return content_key(record.prompt, record.text)
+
+
+def side(key: bytes) -> int:
+    """64 bits of a row's content that decide its side of the split; below `fraction * 2**64` is validation."""
+    return int.from_bytes(hashlib.sha256(b"split\0" + key).digest()[:8], "big")
+
+
 def in_validation(key: bytes, fraction: float) -> bool:
     """Which side of the split a row falls on: by its content alone, so that other rows never move it."""
-    return int.from_bytes(hashlib.sha256(b"split\0" + key).digest()[:8], "big") < fraction * 2**64
+    return side(key) < fraction * 2**64

@@ -24,7 +24,9 @@ CHARACTERS_PER_GROUP = 8_000_000
 ROWS_SCHEMA = pyarrow.schema([pyarrow.field(name, pyarrow.string(), nullable=False) for name in FIELDS])
 """The columns of `stages.text.record.Record`."""
 CORPUS_SCHEMA = ROWS_SCHEMA.append(pyarrow.field("split", pyarrow.string(), nullable=False))
-DROPPED_SCHEMA = pyarrow.schema([pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "reason")])
+DROPPED_SCHEMA = pyarrow.schema(
+    [pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "reason", "detail")]
+)
 
 
 def shard_name(index: int) -> str:
@@ -38,9 +40,15 @@ class ShardWriter:
     """
 
     def __init__(
-        self, directory: Path, schema: pyarrow.Schema, first: int = 0, rows_per_shard: int | None = ROWS_PER_SHARD
+        self,
+        directory: Path,
+        schema: pyarrow.Schema,
+        first: int = 0,
+        rows_per_shard: int | None = ROWS_PER_SHARD,
+        compression: str = "zstd",
     ) -> None:
         self.directory, self.schema, self.rows_per_shard = directory, schema, rows_per_shard
+        self._compression = compression
         self._shard, self._rows_in_shard, self._characters = first, 0, 0
         self._columns: list[list[str]] = [[] for _ in schema.names]
         self._writer: pyarrow.parquet.ParquetWriter | None = None
@@ -56,6 +64,11 @@ class ShardWriter:
         self._characters += sum(map(len, values))
         if len(self._columns[0]) == ROWS_PER_GROUP or self._characters >= CHARACTERS_PER_GROUP:
             self._flush()
+
+    def write_table(self, table: pyarrow.Table) -> None:
+        """Add a whole row group to the shard, however many rows it has."""
+        self._flush()
+        self._write(table)
 
     def __enter__(self) -> Self:
         return self
@@ -73,13 +86,16 @@ class ShardWriter:
 
     def _flush(self) -> None:
         if self._columns[0]:
-            if self._writer is None:
-                # Not its parents: a worker that outlives an interrupted attempt must not make the attempt's directory again.
-                self.directory.mkdir(exist_ok=True)
-                self._writer = pyarrow.parquet.ParquetWriter(self._partial, self.schema, compression="zstd")
-            self._writer.write_table(pyarrow.table(self._columns, schema=self.schema))
+            self._write(pyarrow.table(self._columns, schema=self.schema))
         self._columns = [[] for _ in self.schema.names]
         self._characters = 0
+
+    def _write(self, table: pyarrow.Table) -> None:
+        if self._writer is None:
+            # Not its parents: a worker that outlives an interrupted attempt must not make the attempt's directory again.
+            self.directory.mkdir(exist_ok=True)
+            self._writer = pyarrow.parquet.ParquetWriter(self._partial, self.schema, compression=self._compression)
+        self._writer.write_table(table)
 
     def _close(self) -> None:
         self._flush()
@@ -123,8 +139,8 @@ class Table:
     def total(self) -> int:
         return sum(self.counts)
 
-    def slices(self, first: int, last: int) -> Iterator[pyarrow.Table]:
-        """Rows first..last-1 of the whole, at most a row group at a time."""
+    def slices(self, first: int, last: int, columns: list[str] | None = None) -> Iterator[pyarrow.Table]:
+        """Rows first..last-1 of the whole, at most a row group at a time; of all columns or of these."""
         position = 0
         for shard, count in zip(self.shards, self.counts, strict=True):
             if position < last and position + count > first:
@@ -134,6 +150,6 @@ class Table:
                     size = file.metadata.row_group(group).num_rows
                     low, high = max(first - at, 0), min(last - at, size)
                     if low < high:
-                        yield file.read_row_group(group).slice(low, high - low)
+                        yield file.read_row_group(group, columns=columns).slice(low, high - low)
                     at += size
             position += count

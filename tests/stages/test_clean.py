@@ -112,7 +112,10 @@ def test_the_smallest_id_of_equal_rows_stays_and_equal_texts_with_other_prompts_
     more = [(f"g{i:03d}", "", str(i)) for i in range(200)]
     corpus = clean(CleanConfig(), make_context(), rows_of(tmp_path / "in", given + more))
     assert [row["id"] for row in table(corpus)] == ["a", "c", "d", "e", *(row[0] for row in more)]
-    assert table(corpus, "dropped") == [{"id": "b", "reason": "duplicate"}, {"id": "f", "reason": "duplicate"}]
+    assert table(corpus, "dropped") == [
+        {"id": "b", "reason": "duplicate", "detail": "of a"},
+        {"id": "f", "reason": "duplicate", "detail": "of e"},
+    ]
 
 
 def test_adding_rows_never_moves_an_old_row_to_the_other_side(

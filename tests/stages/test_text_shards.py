@@ -17,7 +17,7 @@ from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, Table
 def write(directory: Path, rows: int, rows_per_shard: int | None) -> list[Path]:
     with ShardWriter(directory, DROPPED_SCHEMA, rows_per_shard=rows_per_shard) as writer:
         for index in range(rows):
-            writer.write(f"{index:06d}", "x")
+            writer.write(f"{index:06d}", "x", "")
     return sorted(directory.glob("*")) if directory.exists() else []
 
 
@@ -41,14 +41,14 @@ def test_a_range_of_rows_is_read_across_shards_and_row_groups(tmp_path: Path, fi
 def test_long_rows_make_small_row_groups(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, DROPPED_SCHEMA) as writer:
         for index in range(5):
-            writer.write(str(index), "x" * 5_000_000)
+            writer.write(str(index), "x" * 5_000_000, "")
     assert pyarrow.parquet.read_metadata(tmp_path / "part-00000.parquet").num_row_groups == 3
 
 
 def test_a_writer_that_fails_leaves_no_half_shard(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), ShardWriter(tmp_path, DROPPED_SCHEMA) as writer:
         for _ in range(3_000):
-            writer.write("a", "b")
+            writer.write("a", "b", "c")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "part-00000.parquet.17.partial").write_bytes(b"killed")

@@ -1,0 +1,32 @@
+"""Shows rows that left, reason by reason, to a person who asked for it. Apart, because it is the one place where clean shows
+what rows say."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from stages.text.record import FIELDS, Record, canonical, prose
+from stages.text.shards import Table
+
+NAME = "examples.jsonl"
+CHARACTERS = 2_000
+"""Shown of each row."""
+
+
+def write_examples(
+    table: Table,
+    seen: Mapping[str, Sequence[int]],
+    reasons: Iterable[str],
+    directory: Path,
+    mask: Callable[[str], str] = str,
+) -> None:
+    """`examples.jsonl`: reason, id, source and the beginning of what the row says, for the rows at these positions."""
+    if not any(seen.values()):
+        return
+    with (directory / NAME).open("w", encoding="utf-8", errors="surrogatepass") as file:
+        for reason in reasons:
+            for position in seen.get(reason, ()):
+                for part in table.slices(position, position + 1, list(FIELDS)):
+                    record = Record(**part.to_pylist()[0])
+                    said = mask(prose(record))[:CHARACTERS]
+                    shown = {"reason": reason, "id": record.id, "source": record.source, "text": said}
+                    file.write(canonical(shown) + "\n")
