@@ -10,16 +10,22 @@ from stages.text.rewriting import is_nested, rewritten
 
 _CONTROL = {code: None for code in (*range(0x20), 0x7F, 0xFEFF) if chr(code) not in "\t\n"}
 _LINE_ENDS = re.compile(r"\r\n?|\u0085|\u2028|\u2029")
-_TRAILING = re.compile(r"[^\S\n]+(?=\n)")
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
 def normalise(text: str) -> str:
     """NFC; line ends as `\\n`; no control characters but tab, no byte-order marks, no white space before a line's end, at
     most one blank line in a row. White space inside a line and before it stays: in code it means something."""
-    text = _LINE_ENDS.sub("\n", text).translate(_CONTROL)
-    text = unicodedata.normalize("NFC", text)  # after the control characters, which keep marks from their letters
-    return _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text))
+    plain = text.isascii()
+    if "\r" in text or not plain:
+        text = _LINE_ENDS.sub("\n", text)
+    text = text.translate(_CONTROL)
+    if not plain:
+        text = unicodedata.normalize("NFC", text)  # after the control characters, which keep marks from their letters
+    if not plain or " \n" in text or "\t\n" in text:
+        *lines, last = text.split("\n")
+        text = "\n".join([*map(str.rstrip, lines), last])
+    return _BLANK_LINES.sub("\n\n", text) if "\n\n\n" in text else text
 
 
 def normalise_row(prompt: str, text: str) -> tuple[str, str]:

@@ -43,7 +43,9 @@ class Tally:
         self._came(source, came, repaired)
         self.counts["rewritten"]["characters"] += repaired - leaves
         for counts in (self.counts[split], self.sources[source][split]):
-            counts.update(rows=1, characters=leaves, bytes=size)
+            counts["rows"] += 1
+            counts["characters"] += leaves
+            counts["bytes"] += size
         if language:
             self.sources[source]["languages"][language] += 1
         if masked:
@@ -52,7 +54,8 @@ class Tally:
     def left(self, reason: str, source: str, position: int, came: int, repaired: int, task: str) -> None:
         """A row that leaves for this reason; `task` is the evaluation set that it was found in, or empty."""
         self._came(source, came, repaired)
-        self.counts[reason].update(rows=1, characters=repaired)
+        self.counts[reason]["rows"] += 1
+        self.counts[reason]["characters"] += repaired
         self.sources[source]["dropped"][reason] += 1
         if task:
             self.tasks[task] += 1
@@ -60,9 +63,10 @@ class Tally:
             self.seen[reason].append(position)
 
     def _came(self, source: str, came: int, repaired: int) -> None:
-        self.counts["in"].update(rows=1, characters=came)
+        for counts in (self.counts["in"], self.sources[source]["in"]):
+            counts["rows"] += 1
+            counts["characters"] += came
         self.counts["normalise"]["characters"] += came - repaired
-        self.sources[source]["in"].update(rows=1, characters=came)
 
     def facts(self) -> Facts:
         """As plain values."""

@@ -1,5 +1,6 @@
 """What counts as the same text."""
 
+import re
 import unicodedata
 
 from hypothesis import given, settings
@@ -32,6 +33,15 @@ def test_normalising_twice_changes_nothing_more(value: str) -> None:
     assert normalise(once) == once
     assert unicodedata.is_normalized("NFC", once)
     assert normalise_row("", normalise_row("", value)[1]) == normalise_row("", value)
+
+
+@given(st.one_of(text, st.text(alphabet="a \t\r\n\x00\x0b\u00a0\u2028e\u0301\ufeff")))
+@settings(max_examples=500, deadline=None)
+def test_shortcuts_for_plain_texts_give_what_the_rules_say(value: str) -> None:
+    said = re.sub(r"\r\n?|\u0085|\u2028|\u2029", "\n", value)
+    said = "".join(c for c in said if c in "\t\n" or not (ord(c) < 0x20 or ord(c) in (0x7F, 0xFEFF)))
+    said = re.sub(r"[^\S\n]+(?=\n)", "", unicodedata.normalize("NFC", said))
+    assert normalise(value) == re.sub(r"\n{3,}", "\n\n", said)
 
 
 @given(text, text, text, text)
