@@ -186,14 +186,14 @@ class Unknown(Enum):
 
 @dataclass(kw_only=True)
 class Language:
-    """Language identification with fastText's lid.176 (176 languages), offline."""
+    """Language identification with py3langid (139 languages), offline."""
 
     keep: list[str] = field(default_factory=list)
     """Codes of ISO 639 (`en`, `de`, `zh`): texts in other languages leave. Empty: languages are told, none leaves for it."""
     min_probability: float = 0.65
-    """Below, the language counts as unknown. FineWeb's value."""
+    """Below, the language counts as unknown. The value that FineWeb asks of its own model."""
     min_letters: int = 20
-    """Texts with fewer letters count as unknown: too little to tell (letters)."""
+    """Texts with fewer letters count as unknown: too little to tell (bytes of UTF-8: a sign of Chinese counts three)."""
     unknown: Unknown = Unknown.drop
     """`drop` or `keep` texts of unknown language; asked only when `keep` names languages."""
 
@@ -238,8 +238,9 @@ class Pii:
 class Decontamination:
     """Rows that hold parts of evaluation sets leave."""
 
-    tasks: dict[str, str] = field(default_factory=dict)
-    """Name of an evaluation set -> its file or directory: what training must not have seen."""
+    tasks: dict[str, str] = field(default_factory=dict, metadata={"identity": False})
+    """Name of an evaluation set -> its file, directory or glob, in any format that ingest reads: what training must not have
+    seen. Of rows in other formats all texts count. The content of the files is part of the result's identity, not their place."""
     ngram: int = 13
     """Words that must be equal in a row, after lower-casing and without punctuation. GPT-3's value. An evaluation text with
     fewer words is found where a row is that text and nothing else."""
