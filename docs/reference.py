@@ -48,7 +48,8 @@ def rows(cls: type, prefix: str) -> list[str]:
         if field.name in ("inputs", "stages"):
             continue
         kind = hints[field.name]
-        nested = next((a for a in (*typing.get_args(kind), kind) if dataclasses.is_dataclass(a)), None)
+        by_name = typing.get_origin(kind) is dict  # each with the fields of a class that has its rows already
+        nested = next((a for a in (*typing.get_args(kind), kind) if dataclasses.is_dataclass(a) and not by_name), None)
         default = "" if nested else f"`{_default(field)}`"
         lines.append(
             f"| `{prefix}.{field.name}` | {_kind(kind)} | {default} | {docs.get(field.name, '').replace('|', chr(92) + '|')} |"

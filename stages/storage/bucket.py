@@ -223,6 +223,23 @@ class Bucket:
         except (BaseError, OSError) as error:
             raise self._error("read", key, error) from error
 
+    def entry(self, key: str) -> Entry | None:
+        """What is known about one blob, or None when there is none."""
+        try:
+            m = obstore.head(self._store, key)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (BaseError, OSError) as error:
+            raise self._error("read", key, error) from error
+        return Entry(m["path"], m["size"], m["e_tag"] or "", m["last_modified"].timestamp())
+
+    def read(self, key: str, start: int, end: int) -> bytes:
+        """A blob's bytes from `start` up to `end`, which must not lie behind its end."""
+        try:
+            return bytes(obstore.get_range(self._store, key, start=start, end=end))
+        except (BaseError, OSError) as error:
+            raise self._error("read", key, error) from error
+
     def probe(self) -> str | None:
         """None when the backend keeps create-if-absent, else what it did instead. Writes and removes one small blob."""
         key = f".probe-{uuid.uuid4().hex}"

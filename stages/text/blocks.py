@@ -39,6 +39,8 @@ def results(orders: Sequence[Order], work: Work, resources: Resources, **shared:
         for order in orders:
             yield from work(dict(order), **shared)
         return
+    if not orders:
+        return
     with _quiet(), _plain_errors():
         dataset = _dataset(orders, work, resources.blocks, shared)
         yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)

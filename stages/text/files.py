@@ -1,26 +1,40 @@
-"""Reads a person's own files as rows. Apart, because every way in which such files are broken is dealt with here.
+"""Where a person's files are: a path, a directory, a glob, or the same in an object store. Apart from reading them, because
+planning asks for their names and their identity and must load nothing heavy.
 
-A row that cannot be used becomes a `Bad` with its line and a reason, never its text, which may be private; a file that
-cannot be read at all is a StageError. Strings stay as they are, byte for byte, and no type is ever guessed.
+Names are relative to the directory or to the fixed part of the glob, so that ids do not depend on where files lie.
 """
 
+import fnmatch
 import glob
-import gzip
-import json
+import io
 import os
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import IO, Any
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING
 
-from stages.contract import StageError
+from stages.contract import ResourcesUnavailable, StageError
 
-JSON_LINES = (".jsonl", ".json-lines", ".ndjson")
-TEXT = (".txt", ".md")
-PARQUET = (".parquet",)
-KNOWN = (*JSON_LINES, *PARQUET, *TEXT, *(f"{suffix}.gz" for suffix in JSON_LINES + TEXT))
+if TYPE_CHECKING:
+    from stages.storage.bucket import Bucket
+
+READ_AHEAD = 8 * 2**20
+"""Bytes that one request to an object store asks for."""
+MAGIC = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst"}
+
+
+class Container(Enum):
+    """How rows are packed in a file."""
+
+    auto = "auto"
+    jsonl = "jsonl"
+    json = "json"
+    parquet = "parquet"
+    csv = "csv"
+    tsv = "tsv"
+    text = "text"
 
 
 class TextUnit(Enum):
@@ -31,57 +45,150 @@ class TextUnit(Enum):
     line = "line"
 
 
+SUFFIXES = {
+    Container.jsonl: (".jsonl", ".json-lines", ".ndjson"),
+    Container.json: (".json",),
+    Container.parquet: (".parquet",),
+    Container.csv: (".csv",),
+    Container.tsv: (".tsv",),
+    Container.text: (".txt", ".md"),
+}
+COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+ADVICE = {
+    ".xlsx": "save the sheet as CSV (UTF-8)",
+    ".xls": "save the sheet as CSV (UTF-8)",
+    ".zip": "unpack it and give the directory",
+    ".tar": "unpack it and give the directory",
+    ".tgz": "unpack it and give the directory",
+    ".bz2": "compress it again as .gz or .zst",
+    ".xz": "compress it again as .gz or .zst",
+    ".7z": "unpack it and give the directory",
+    ".arrow": "write it again as Parquet",
+    ".feather": "write it again as Parquet",
+    ".pkl": "pickles can run code; write it again as Parquet or JSONL",
+    ".pdf": "extract its text to .txt",
+    ".docx": "extract its text to .txt",
+    ".html": "extract its text to .txt",
+}
+
+
 @dataclass(frozen=True)
-class Row:
-    """`id` is `<name of the file>:<line, 9 digits>`, so that rows sort as they stand in the files."""
+class File:
+    """One file to read."""
 
-    id: str
-    prompt: str
-    text: str
+    name: str
+    """Relative, with `/`: what ids and messages say."""
+    where: str
+    """Absolute path, or URI of the bucket that holds it."""
+    key: str
+    """Its key in that bucket; empty for a path."""
+    bytes: int
+    container: Container
+    compression: str = ""
+    """gz, zst or empty."""
+    tag: str = ""
+    """Changes when the content does; empty for a path."""
+
+    @property
+    def identity(self) -> str:
+        return f"{self.tag}:{self.bytes}"
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A row that cannot be used. `line` counts from 1 (rows of a Parquet file count as lines); `reason` is one of few, to
-    be counted; `detail` says where in the line."""
+class Found:
+    """The files of a source in the order of their ids, and how many were left out."""
 
-    source: str
-    line: int
-    reason: str
-    detail: str = ""
+    files: tuple[File, ...]
+    left_out: int = 0
 
 
-def row_id(name: str, line: int) -> str:
-    return f"{name}:{line:09d}"
+@dataclass(frozen=True)
+class Candidate:
+    """A file that may be one to read."""
+
+    name: str
+    where: str
+    key: str
+    bytes: int
+    tag: str = ""
 
 
-def find(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of what `path` names: a file, a directory with all below it, or a glob; in the order of the row ids.
+def find(path: str, container: Container = Container.auto) -> Found:
+    """What `path` names: a file, a directory with all below it, or a glob; below an object store's URI too."""
+    single, candidates = _remote(path) if "://" in path else _local(path)
+    return chosen(path, candidates, container, single=single)
 
-    Names are relative to the directory or to the fixed part of the glob, so that ids do not depend on where files lie.
-    """
-    where = Path(path)
+
+def chosen(path: str, candidates: Iterable["Candidate"], container: Container, *, single: bool) -> Found:
+    """Those that can be read, by their names' ends. Text beside files of rows is somebody's README and stays out."""
+    candidates = list(candidates)
+    known: list[File] = []
+    for c in candidates:
+        kind, compression = _kind(c.name)
+        if container is not Container.auto:
+            kind, compression = container, compression or _magic(c)
+        if kind is not None:
+            known.append(File(c.name, c.where, c.key, c.bytes, kind, compression, c.tag))
+    rows = [file for file in known if file.container is not Container.text]
+    taken = rows if rows and not single else known
+    if not taken:
+        raise StageError(_refusal(path, [c.name for c in candidates]))
+    taken.sort(key=lambda file: f"{file.name}:")
+    return Found(tuple(taken), len(candidates) - len(taken))
+
+
+def _refusal(path: str, names: list[str]) -> str:
+    known = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+    ends = sorted({PurePosixPath(name).suffix.lower() for name in names})
+    advice = next((f"; {ADVICE[end]}" for end in ends if end in ADVICE), "")
+    if not names:
+        found = "nothing"
+    elif len(names) == 1:
+        found = f"a file that ends in {ends[0]!r}" if ends[0] else "a file whose name has no ending"
+    else:
+        found = f"{len(names):,} files that end in {', '.join(repr(end) for end in ends[:5])}"
+    return (
+        f"stages.ingest.source.path={path}: found {found}, want {known}, each also with .gz or .zst{advice}; "
+        "or say what it is: stages.ingest.source.container=jsonl (json, parquet, csv, tsv, text)"
+    )
+
+
+def _kind(name: str) -> tuple[Container | None, str]:
+    lower = name.lower()
+    ending = next((end for end in COMPRESSIONS if lower.endswith(end)), "")
+    lower = lower.removesuffix(ending)
+    for container, suffixes in SUFFIXES.items():
+        if lower.endswith(suffixes):
+            return container, COMPRESSIONS.get(ending, "")
+    return None, COMPRESSIONS.get(ending, "")
+
+
+def _magic(candidate: Candidate) -> str:
+    """Compression by the first bytes, for a file whose name says nothing."""
+    with opened(File(candidate.name, candidate.where, candidate.key, candidate.bytes, Container.text)) as stream:
+        head = stream.read(4)
+    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
+
+
+def _local(path: str) -> tuple[bool, list[Candidate]]:
+    where = Path(path).expanduser()
     if where.is_dir():
-        root, candidates = where, [file for file in where.rglob("*") if not _hidden(file.relative_to(where))]
+        root, found = where, [file for file in where.rglob("*") if not _hidden(file.relative_to(where))]
     elif where.exists() or not glob.has_magic(path):
-        root, candidates = where.parent, [where]
+        root, found = where.parent, [where]
     else:
         parts = where.parts
         magic = next(i for i, part in enumerate(parts) if glob.has_magic(part))
         root = Path(*parts[:magic])
-        candidates = list(root.glob(str(Path(*parts[magic:]))))
-    files = [file for file in candidates if not file.is_dir()]
-    if files == [where]:
-        _refuse_unreadable(where)
-    found = [(file.relative_to(root).as_posix(), file) for file in files if file.name.lower().endswith(KNOWN)]
-    if not found:
-        seen = f"{len(files):,} files of other kinds" if where.is_dir() or len(files) != 1 else "a file of another kind"
-        raise StageError(
-            f"stages.ingest.source.path={path}: found {seen}, want {', '.join(KNOWN)}; convert or rename it"
-        )
-    for _, file in found:
+        found = list(root.glob(str(Path(*parts[magic:]))))
+    files = [file for file in found if not file.is_dir()]
+    for file in files:
         _refuse_unreadable(file)
-    return sorted(found, key=lambda item: f"{item[0]}:")
+    return files == [where], [listed(file, root) for file in files]
+
+
+def listed(file: Path, root: Path) -> Candidate:
+    return Candidate(file.relative_to(root).as_posix(), str(file.absolute()), "", file.stat().st_size)
 
 
 def _hidden(path: Path) -> bool:
@@ -91,172 +198,102 @@ def _hidden(path: Path) -> bool:
 def _refuse_unreadable(file: Path) -> None:
     if not file.exists():
         raise StageError(f"stages.ingest.source.path: no file or directory {file} (seen from {Path.cwd()})")
+    if not file.is_file():
+        raise StageError(
+            f"stages.ingest.source.path: {file} is no ordinary file (a pipe or a device); save it as a file"
+        )
     if not os.access(file, os.R_OK):
         raise StageError(f"stages.ingest.source.path: {file} cannot be read by this user; change its permissions")
 
 
-class Reader:
-    """Iterates over the rows of files in id order. After the first usable row `kind` says what the rows are."""
+def _remote(uri: str) -> tuple[bool, list[Candidate]]:
+    """What an object store holds below a URI; its entity tags are the files' identity."""
+    from stages.storage.bucket import SCHEMES, Bucket, BucketError
 
-    def __init__(self, files: list[tuple[str, Path]], text: str, prompt: str, completion: str, unit: TextUnit) -> None:
-        self.files, self.unit = files, unit
-        self.fields = {"text": (text,), "prompt_completion": (prompt, completion)}
-        self.kind = ""
-        self.bytes_total = sum(file.stat().st_size for _, file in files)
-        self.bytes_done = 0
-
-    def __iter__(self) -> Iterator[Row | Bad]:
-        for name, file in self.files:
-            before = self.bytes_done
-            yield from self._parquet(name, file) if file.suffix.lower() in PARQUET else self._lines(name, file)
-            self.bytes_done = before + file.stat().st_size
-
-    @property
-    def fraction(self) -> float:
-        """Share of the files' bytes read so far."""
-        return min(self.bytes_done / max(self.bytes_total, 1), 1.0)
-
-    @property
-    def described(self) -> str:
-        """What was read, and which fields were taken for what."""
-        what = self.files[0][0] if len(self.files) == 1 else f"{len(self.files):,} files"
-        plain = all(name.lower().removesuffix(".gz").endswith(TEXT) for name, _ in self.files)
-        unit = f"one row a {self.unit.value}" if plain else f"fields {', '.join(self.fields.get(self.kind, ()))}"
-        return f"{what} ({unit})"
-
-    def _lines(self, name: str, file: Path) -> Iterator[Row | Bad]:
-        try:
-            with file.open("rb") as raw:
-                stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
-                lines = self._without_mark(name, raw, stream)
-                plain = name.lower().removesuffix(".gz").endswith(TEXT)
-                yield from self._text(name, lines) if plain else self._json(name, lines)
-        except EOFError:
-            raise StageError(f"{name}: truncated, the gzip stream ends too early; copy or compress it again") from None
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise StageError(f"{name}: not a whole gzip file ({error}); copy or compress it again") from None
-        except OSError as error:
-            raise StageError(f"{name}: cannot be read ({error.strerror})") from None
-
-    def _without_mark(self, name: str, raw: IO[bytes], stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-        """Numbered lines; a UTF-8 byte-order mark is dropped, UTF-16 is refused."""
-        before = self.bytes_done
-        for number, line in enumerate(stream, 1):
-            if number == 1:
-                if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:4]:
-                    raise StageError(f"{name}: is UTF-16 or UTF-32, wanted UTF-8; save it as UTF-8")
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if number % 1000 == 0:
-                self.bytes_done = before + raw.tell()
-            yield number, line
-
-    def _json(self, name: str, lines: Iterator[tuple[int, bytes]]) -> Iterator[Row | Bad]:
-        for number, line in lines:
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                yield Bad(name, number, "invalid UTF-8", f"byte {error.start + 1}")
-            except json.JSONDecodeError as error:
-                yield Bad(name, number, "broken JSON", f"column {error.colno}")
-            except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
-                yield Bad(name, number, "broken JSON")
-            else:
-                yield self._row(name, number, value)
-
-    def _row(self, name: str, number: int, value: Any) -> Row | Bad:
-        if not isinstance(value, dict):
-            return Bad(name, number, "not a JSON object")
-        self._decide(name, number, value)
-        strings = []
-        for field in self.fields[self.kind]:
-            if field not in value:
-                return Bad(name, number, f"no field {field!r}")
-            string = value[field]
-            if isinstance(string, bytes):
-                try:
-                    string = string.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    return Bad(name, number, "invalid UTF-8", f"field {field!r}, byte {error.start + 1}")
-            if not isinstance(string, str):
-                found = "null" if string is None else f"of type {type(string).__name__}"
-                return Bad(name, number, f"field {field!r} is {found}, not a string")
-            if not string.isascii() and any("\ud800" <= character <= "\udfff" for character in string):
-                return Bad(name, number, "lone surrogate", f"field {field!r}")
-            strings.append(string)
-        return Row(row_id(name, number), strings[0] if len(strings) == 2 else "", strings[-1])
-
-    def _decide(self, name: str, number: int, value: Mapping[str, Any]) -> None:
-        """The first row says what all rows are; a row set that fits neither kind is the user's to explain."""
-        if self.kind:
-            return
-        for kind, fields in self.fields.items():
-            if all(field in value for field in fields):
-                self.kind = kind
-                return
-        (text,), (prompt, completion) = self.fields.values()
-        shown = ", ".join(sorted(value)[:8]) or "none"
+    scheme, _, rest = uri.partition("://")
+    if scheme not in SCHEMES:
         raise StageError(
-            f"{name}:{number}: found the fields {shown}; wanted {text!r}, or {prompt!r} and {completion!r}; "
-            "name yours with stages.ingest.source.text_field=, or .prompt_field= and .completion_field="
+            f"stages.ingest.source.path={uri}: {scheme}:// is not known; want a path, s3://, gs:// or az:// "
+            "(a hub's data set: stages.ingest.source.hub=owner/name)"
         )
-
-    def _text(self, name: str, lines: Iterator[tuple[int, bytes]]) -> Iterator[Row | Bad]:
-        self.kind = self.kind or "text"
-        held: list[bytes] = []
-        start = 1
-        for number, line in lines:
-            if self.unit is TextUnit.line:
-                yield from self._unit(name, number, [line])
-            elif self.unit is TextUnit.paragraph and not line.strip():
-                yield from self._unit(name, start, held)
-                held = []
-            else:
-                start = start if held else number
-                held.append(line)
-        yield from self._unit(name, start if self.unit is not TextUnit.file else 1, held)
-
-    def _unit(self, name: str, number: int, lines: list[bytes]) -> Iterator[Row | Bad]:
-        if not any(line.strip() for line in lines):
-            return
-        whole = b"".join(lines)
-        try:
-            text = whole.decode("utf-8")
-        except UnicodeDecodeError as error:
-            yield Bad(name, number + whole.count(b"\n", 0, error.start), "invalid UTF-8")
-        else:
-            text = text if self.unit is TextUnit.file else text.rstrip("\r\n")
-            yield Row(row_id(name, number), "", text)
-
-    def _parquet(self, name: str, file: Path) -> Iterator[Row | Bad]:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            parquet = pyarrow.parquet.ParquetFile(file)
-            self._decide(name, 1, dict.fromkeys(parquet.schema_arrow.names))
-            wanted = [field for field in self.fields[self.kind] if field in parquet.schema_arrow.names]
-            number, before = 0, self.bytes_done
-            for batch in parquet.iter_batches(batch_size=1000, columns=wanted):
-                columns = {field: _raw(batch.column(field)) for field in wanted}
-                for values in zip(*columns.values(), strict=True):
-                    number += 1
-                    yield self._row(name, number, dict(zip(columns, values, strict=True)))
-                self.bytes_done = before + file.stat().st_size * number // max(parquet.metadata.num_rows, 1)
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            reason = str(error).partition("\n")[0][:120]
-            raise StageError(f"{name}: not a whole Parquet file ({reason}); write it again") from None
+    if scheme == "file":
+        return _local(f"/{rest.partition('/')[2]}")
+    parts = rest.rstrip("/").split("/")
+    magic = next((i for i, part in enumerate(parts) if i and glob.has_magic(part)), len(parts))
+    root, pattern = f"{scheme}://{'/'.join(parts[:magic])}", "/".join(parts[magic:])
+    try:
+        entries = Bucket(root).entries("")
+        if not entries and not pattern and len(parts) > 1:
+            root, name = root.rpartition("/")[0], parts[-1]
+            entry = Bucket(root).entry(name)
+            return True, [Candidate(name, root, name, entry.bytes, entry.tag)] if entry else _nothing(uri)
+    except BucketError as error:
+        raise ResourcesUnavailable(f"stages.ingest.source.path: {error}") from error
+    if pattern:
+        matches = re.compile(_translated(pattern)).fullmatch
+        entries = [entry for entry in entries if matches(entry.key)]
+    else:
+        entries = [entry for entry in entries if not _hidden(Path(entry.key))]
+    if not entries:
+        _nothing(uri)
+    return False, [Candidate(entry.key, root, entry.key, entry.bytes, entry.tag) for entry in entries]
 
 
-def _raw(column: Any) -> list[Any]:
-    """Strings as bytes, so that one that is not UTF-8 costs its row and not the file."""
-    import pyarrow
+def _nothing(uri: str) -> list[Candidate]:
+    raise StageError(f"stages.ingest.source.path={uri}: the object store has nothing there; look at the spelling")
 
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pyarrow.types.is_string(column.type):
-        column = column.cast(pyarrow.binary())
-    elif pyarrow.types.is_large_string(column.type):
-        column = column.cast(pyarrow.large_binary())
-    return list(column.to_pylist())
+
+def _translated(pattern: str) -> str:
+    """A glob as a regular expression over keys: `**` any directories, `*` within a name."""
+    regex = ""
+    for part in pattern.split("/"):
+        if part == "**":
+            regex += "(?:[^/]+/)*"
+            continue
+        piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
+        regex += piece.replace(".*", "[^/]*") + "/"
+    return regex.removesuffix("/")
+
+
+def opened(file: File, start: int = 0) -> IO[bytes]:
+    """The file's own bytes from `start` on, seekable, little in memory at a time."""
+    if not file.key:
+        stream = Path(file.where).open("rb", buffering=2**20)  # noqa: SIM115  the caller closes it
+        stream.seek(start)
+        return stream
+    from stages.storage.bucket import Bucket
+
+    blob: io.RawIOBase = _Blob(Bucket(file.where), file.key, file.bytes)
+    reader = io.BufferedReader(blob, READ_AHEAD)
+    reader.seek(start)
+    return reader
+
+
+class _Blob(io.RawIOBase):
+    """A blob of an object store as a file; each read is one ranged request."""
+
+    def __init__(self, bucket: "Bucket", key: str, size: int) -> None:
+        self.bucket, self.key, self.size, self.position = bucket, key, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        self.position = base + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        end = min(self.position + len(buffer), self.size)
+        if end <= self.position:
+            return 0
+        data = self.bucket.read(self.key, self.position, end)
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)

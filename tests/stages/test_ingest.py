@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from stages.artifacts import Rows
-from stages.contract import Context, StageError
-from stages.ingest import IngestConfig, SourceConfig, _sources, ingest
+from stages.contract import Context, Executor, StageError
+from stages.ingest import IngestConfig, IngestResources, SourceConfig, _sources, ingest
 from stages.text import docstrings
 from stages.text.files import TextUnit
 
@@ -33,7 +33,9 @@ def tree(directory: Path) -> dict[str, bytes]:
 
 def take(make_context: MakeContext, path: Path | str, **source: object) -> Rows:
     bad = float(source.pop("max_bad_fraction", 0.01))  # type: ignore[arg-type]
-    config = IngestConfig(source=SourceConfig(path=str(path), **source), max_bad_fraction=bad)  # type: ignore[arg-type]
+    resources = IngestResources(executor=Executor.inline)
+    source_config = SourceConfig(path=str(path), **source)  # type: ignore[arg-type]
+    config = IngestConfig(source=source_config, max_bad_fraction=bad, resources=resources)
     rows = ingest(config, make_context("ingest"))
     rows.check()
     return rows
@@ -45,7 +47,7 @@ def files_of(rows: list[dict[str, str]]) -> list[str]:
 
 def quarantine(rows: Rows) -> list[tuple[str, int, str]]:
     lines = (rows.local() / "quarantine.jsonl").read_text("utf-8").splitlines()
-    return [(bad["source"], bad["line"], bad["reason"]) for bad in map(json.loads, lines)]
+    return [(bad["file"], bad["line"], bad["rule"]) for bad in map(json.loads, lines)]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,8 @@ def test_a_limit_takes_the_first_rows_in_the_order_of_their_ids(
     assert read(ingest(IngestConfig(limit=7), make_context())) == read(library)[:7]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"text": "{i}"}}\n' for i in range(20)))
-    rows = ingest(IngestConfig(source=SourceConfig(path=str(path)), limit=3), make_context())
+    inline = IngestResources(executor=Executor.inline)
+    rows = ingest(IngestConfig(source=SourceConfig(path=str(path)), limit=3, resources=inline), make_context())
     assert [row["text"] for row in read(rows)] == ["0", "1", "2"]
 
 
@@ -120,13 +123,13 @@ def test_jsonl_with_text_keeps_every_string_as_it_is(make_context: MakeContext, 
     assert [row["text"] for row in read(rows)] == strings
     assert [row["id"] for row in read(rows)] == [f"my.jsonl:{2 * i + 1:09d}" for i in range(len(strings))]
     assert {row["source"] for row in read(rows)} == {"my.jsonl"}
-    assert rows.summary() | {"reasons": {}} == {
-        "kind": "text",
-        "rows": 8,
-        "characters": sum(map(len, strings)),
-        "quarantined": 0,
-        "reasons": {},
-    }
+    numbers = {"rows": 8, "characters": sum(map(len, strings)), "quarantined": 0}
+    summary = rows.summary()
+    assert summary.items() >= {"kind": "text", "repaired": 0, "id_clashes": 0, "reasons": {}, **numbers}.items()
+    assert summary["waterfall"] == [{"step": "in", "rows": 8}, {"step": "out", "rows": 8}]
+    about = {"name": "my.jsonl", "weight": 1.0, "files": 1, "left_out": 0, "format": "text", "reasons": {}}
+    why = {"why": "field text in 8 of the first 8 rows", "kinds": {"text": 8}}
+    assert summary["sources"] == [about | why | numbers]
 
 
 def test_prompt_and_completion_are_found_by_their_names_or_by_the_names_given(
@@ -184,23 +187,24 @@ def test_bad_rows_are_quarantined_with_line_and_reason_but_never_their_text(
     rows = take(make_context, path, max_bad_fraction=0.9)
     assert [row["text"] for row in read(rows)] == ["secret good", "secret \U0001f600 whole"]
     reasons = [
-        (2, "lone surrogate"),
-        (3, "invalid UTF-8"),
-        (4, "broken JSON"),
-        (5, "not a JSON object"),
-        (6, "field 'text' is null, not a string"),
-        (7, "field 'text' is of type list, not a string"),
-        (8, "no field 'text'"),
-        (10, "broken JSON"),
+        (2, "lone_surrogate"),
+        (3, "invalid_utf8"),
+        (4, "broken_json"),
+        (5, "not_an_object"),
+        (6, "not_text"),
+        (7, "not_text"),
+        (8, "missing_field"),
+        (10, "broken_json"),
     ]
     assert quarantine(rows) == [("x.jsonl", line, reason) for line, reason in reasons]
-    assert rows.summary()["reasons"]["broken JSON"] == 2
+    assert rows.summary()["reasons"]["broken_json"] == 2
     assert b"secret" not in (rows.local() / "quarantine.jsonl").read_bytes()
     with pytest.raises(StageError) as caught:
         take(make_context, path)
     message = str(caught.value)
     assert "8 of 10 rows cannot be used, at most 1.0% are allowed" in message
-    assert "2  broken JSON: x.jsonl:4 (column 17), x.jsonl:10" in message, message
+    assert "2  broken_json: x.jsonl:4 (column 17), x.jsonl:10" in message, message
+    assert "2  not_text: x.jsonl:6 (text null), x.jsonl:7 (text list)" in message, message
     assert "secret" not in message
 
 
@@ -246,11 +250,11 @@ def test_parquet_of_any_string_type_is_read(make_context: MakeContext, tmp_path:
     pyarrow.parquet.write_table(pyarrow.table({"text": invalid}), path)
     rows_with_bad = take(make_context, path, max_bad_fraction=0.9)
     assert quarantine(rows_with_bad) == [
-        ("x.parquet", 2, "invalid UTF-8"),
-        ("x.parquet", 3, "field 'text' is null, not a string"),
+        ("x.parquet", 2, "invalid_utf8"),
+        ("x.parquet", 3, "not_text"),
     ]
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path)
-    with pytest.raises(StageError, match="is of type int, not a string"):
+    with pytest.raises(StageError, match=r"1  not_text: x.parquet:1 \(text number\)"):
         take(make_context, path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(StageError, match=r"x.parquet: not a whole Parquet file"):
@@ -269,7 +273,7 @@ def test_text_files_are_cut_into_files_paragraphs_or_lines(make_context: MakeCon
     assert texts(TextUnit.line) == [("01", "a"), ("02", "b"), ("06", "c\u00e9")]
     path.write_bytes(b"good\nb\xe9d\n")
     assert quarantine(take(make_context, path, max_bad_fraction=1, text_unit=TextUnit.line)) == [
-        ("x.txt", 2, "invalid UTF-8")
+        ("x.txt", 2, "invalid_utf8")
     ]
 
 
@@ -294,11 +298,13 @@ def test_a_directory_and_a_glob_give_rows_in_id_order_whose_ids_do_not_tell_wher
 
 def test_what_cannot_be_a_source_is_named_before_anything_is_read(make_context: MakeContext, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n")
+    (tmp_path / "x.xlsx").write_text("")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "nothing").mkdir()
     for path, message in (
         (tmp_path / "none.jsonl", "no file or directory"),
-        (tmp_path / "x.csv", "want .jsonl, .json-lines"),
+        (tmp_path / "x.csv", "found no rows"),
+        (tmp_path / "x.xlsx", "ends in '.xlsx', want .jsonl, .json-lines.*save the sheet as CSV"),
         (tmp_path / "nothing", "want .jsonl, .json-lines"),
         (tmp_path / "*.jsonx", "want .jsonl, .json-lines"),
         (tmp_path / "empty.jsonl", "found no rows"),
@@ -327,6 +333,11 @@ def test_the_identity_of_files_is_their_content_under_relative_names(tmp_path: P
     (tmp_path / "a.txt").write_text("1")
     (tmp_path / "b.txt").write_text("2")
     cfg = IngestConfig(source=SourceConfig(path=str(tmp_path)))
-    assert _sources(cfg, Digests()) == {"a.txt": "1", "b.txt": "2"}
+    name = tmp_path.name  # stands in every row
+    assert _sources(cfg, Digests()) == {f"{name}/a.txt": "1", f"{name}/b.txt": "2"}
+    one = IngestConfig(source=SourceConfig(path=str(tmp_path / "a.txt")))
+    assert _sources(one, Digests()) == {"a.txt": "1"}
+    mix = IngestConfig(mix={"x": one.source, "y": cfg.source})
+    assert _sources(mix, Digests()) == {"x/a.txt": "1", "y/a.txt": "1", "y/b.txt": "2"}
     with pytest.raises(StageError, match="no file or directory"):
         _sources(IngestConfig(source=SourceConfig(path=str(tmp_path / "c.txt"))), Digests())

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIFE = """
 import hashlib, json, pathlib, sys
 from stages.contract import Context, Executor
-from stages.ingest import IngestConfig, SourceConfig, ingest
+from stages.ingest import IngestConfig, IngestResources, SourceConfig, ingest
 from stages.clean import CleanConfig, CleanResources, clean
 from stages.tokenize import TokenizeConfig, TokenizeResources, tokenize
 
@@ -31,7 +31,8 @@ def digest(directory):
     files = sorted(f for f in directory.rglob("*") if f.is_file())
     return hashlib.sha256(b"".join(f.relative_to(directory).as_posix().encode() + f.read_bytes() for f in files)).hexdigest()
 
-rows = ingest(IngestConfig(source=SourceConfig(path=source)), context("ingest"))
+resources = IngestResources(blocks=blocks, executor=Executor.inline)
+rows = ingest(IngestConfig(source=SourceConfig(path=source), resources=resources), context("ingest"))
 corpus = clean(CleanConfig(resources=CleanResources(blocks=blocks, executor=Executor.inline)), context("clean"), rows)
 resources = TokenizeResources(blocks=blocks, executor=Executor.inline)
 tokens = tokenize(TokenizeConfig(vocab_size=300, sequence_length=32, resources=resources), context("tokenize"), corpus)

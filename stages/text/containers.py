@@ -1,0 +1,231 @@
+"""Takes rows out of JSON Lines, JSON and text files, each with its line. Apart from formats: the same chat can stand in any.
+
+Every reader yields (line, row or Fault): what cannot be read costs its row, not the file. Strings stay as they are, and no
+type is ever guessed.
+"""
+
+import json
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from stages.contract import StageError
+from stages.text.faults import Fault, kind, shown
+from stages.text.files import File, TextUnit
+from stages.text.formats import Fields
+from stages.text.lines import Line, numbered, stream, whole
+
+Row = dict[str, Any]
+Item = tuple[int, Row | Fault]
+JSON_BLOCK = 2**20
+DATA = re.compile(r'\s*\{(?:\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)\s*,)*\s*"data"\s*:\s*(?=\[)')
+"""The head of {"version": "1", "data": [ ... ]}."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the files of a source are read."""
+
+    fields: Fields
+    unit: TextUnit
+    delimiter: str | None
+    replace: bool
+    """Bytes that are not UTF-8 become U+FFFD."""
+    max_row_bytes: int
+
+
+def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading) -> Iterator[Item]:
+    loads = json.loads
+    for number, line in lines:
+        if line is None:
+            yield number, too_long(reading)
+        elif not line.isspace():
+            try:
+                value = loads(line.decode("utf-8", "replace" if reading.replace else "strict"))
+            except UnicodeDecodeError as error:
+                yield number, Fault("invalid_utf8", detail=f"byte {error.start + 1}")
+            except json.JSONDecodeError as error:
+                last = not line.endswith(b"\n") and error.pos >= len(error.doc) - 1
+                unended = not line.endswith(b"\n") and error.msg.startswith("Unterminated")
+                rule = "cut_off" if last or unended else "broken_json"
+                yield number, Fault(rule, detail=f"column {error.colno}")
+            except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
+                yield number, Fault("broken_json")
+            else:
+                yield number, value if type(value) is dict else Fault("not_an_object", detail=kind(value))
+
+
+def too_long(reading: Reading) -> Fault:
+    return Fault("row_too_long", detail=f"more than {reading.max_row_bytes:,} bytes")
+
+
+def json_values(file: File, reading: Reading) -> Iterator[Item]:
+    """One array of objects, {"data": [...]}, one object, or JSON Lines under the wrong name; never whole in memory."""
+    with whole(file), stream(file) as source:
+        text = _Text(file, source, reading)
+        head = text.head()
+        if head[:1] == "{" and not (match := DATA.match(head)):
+            first, newline, after = head.partition("\n")
+            if newline and after.strip() and _complete(first):
+                text = _Text(file, source, reading)  # to be read again, by line
+            else:
+                yield 1, text.only_object()
+                return
+        elif head[:1] == "{":
+            text.drop(match.end())  # type: ignore[union-attr]
+            yield from text.items()
+            return
+        elif head[:1] == "[":
+            yield from text.items()
+            return
+        elif not head:
+            return
+        else:
+            raise StageError(f"{file.name}: begins with neither [ nor {{, so it is no JSON; want an array of objects")
+    yield from json_lines(numbered(file, reading.max_row_bytes), reading)
+
+
+def _complete(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+class _Text:
+    """A JSON file as text that is read a little ahead of what is decoded."""
+
+    def __init__(self, file: File, source: IO[bytes], reading: Reading) -> None:
+        self.file, self.source, self.reading = file, source, reading
+        self.decoder = getincrementaldecoder("utf-8")("replace" if reading.replace else "surrogateescape")
+        self.buffer, self.at, self.ended, self.begun = "", 0, False, False
+
+    def more(self, size: int = JSON_BLOCK) -> None:
+        block = self.source.read(size)
+        if not self.begun:
+            if block.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in block[:4]:
+                raise StageError(f"{self.file.name}: is UTF-16 or UTF-32, wanted UTF-8; save it as UTF-8")
+            block, self.begun = block.removeprefix(b"\xef\xbb\xbf"), True
+        self.ended = not block
+        self.buffer = self.buffer[self.at :] + self.decoder.decode(block, final=self.ended)
+        self.at = 0
+
+    def head(self) -> str:
+        while not self.buffer.strip() and not self.ended:
+            self.more()
+        self.buffer = self.buffer.lstrip()
+        return self.buffer
+
+    def drop(self, characters: int) -> None:
+        self.at += characters
+
+    def peek(self) -> str:
+        """The next character that is not white space; empty at the end."""
+        while True:
+            while self.at < len(self.buffer) and self.buffer[self.at] in " \t\r\n":
+                self.at += 1
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if self.ended:
+                return ""
+            self.more()
+
+    def value(self, number: int) -> Any:
+        """Decode the next value, reading on (twice as much each time) until it is whole."""
+        decode, size = json.JSONDecoder().raw_decode, JSON_BLOCK
+        while True:
+            try:
+                value, end = decode(self.buffer, self.at)
+                if end < len(self.buffer) or self.ended:
+                    self.at = end
+                    return value
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    raise StageError(f"{self.file.name}: item {number} is nested too deeply to be read") from None
+                if self.ended:
+                    raise StageError(
+                        f"{self.file.name}: item {number} is cut off or broken JSON (the file ends after "
+                        f"{self.file.bytes} bytes); mend it, or write one object a line (.jsonl): bad lines cost only themselves"
+                    ) from None
+                if len(self.buffer) - self.at > self.reading.max_row_bytes:
+                    raise StageError(
+                        f"{self.file.name}: item {number} is broken JSON, or longer than "
+                        f"stages.ingest.max_row_bytes={self.reading.max_row_bytes}; write one object a line (.jsonl)"
+                    ) from None
+            self.more(size)
+            size = len(self.buffer)
+
+    def items(self) -> Iterator[Item]:
+        """The items of the array that begins here; an item's place counts as its line."""
+        self.drop(1)
+        number = 0
+        while (found := self.peek()) != "]":
+            if number:
+                if found != ",":
+                    what = "is cut off" if not found else "has no comma"
+                    raise StageError(f"{self.file.name}: the array {what} after item {number}; write the file again")
+                self.drop(1)
+                self.peek()
+            number += 1
+            value = self.value(number)
+            yield number, self.row(value)
+        self.drop(1)
+
+    def row(self, value: Any) -> Row | Fault:
+        return value if isinstance(value, dict) else Fault("not_an_object", detail=kind(value))
+
+    def only_object(self) -> Row | Fault:
+        value = self.value(1)
+        if self.peek():
+            raise StageError(
+                f"{self.file.name}: holds several JSON objects that are neither an array nor one a line; write it as .jsonl"
+            )
+        lists = [
+            key for key, inner in value.items() if isinstance(inner, list) and inner and isinstance(inner[0], dict)
+        ]
+        if lists and not {"messages", "conversations", "mapping"} & value.keys():
+            raise StageError(
+                f"{self.file.name}: is one object with the keys {shown(value)}; want an array of rows, or "
+                '{"data": [rows]}'
+            )
+        return self.row(value)
+
+
+def text_units(file: File, reading: Reading) -> Iterator[Item]:
+    """Whole files, paragraphs (up to a blank line) or lines."""
+    held: list[bytes] = []
+    size, start, over = 0, 1, False
+
+    def unit() -> Iterator[Item]:
+        if over:
+            yield start, too_long(reading)
+        elif any(not line.isspace() for line in held):
+            whole_unit = b"".join(held)
+            try:
+                text = whole_unit.decode("utf-8", "replace" if reading.replace else "strict")
+            except UnicodeDecodeError as error:
+                yield start + whole_unit.count(b"\n", 0, error.start), Fault("invalid_utf8")
+            else:
+                yield start, {reading.fields.text: text if reading.unit is TextUnit.file else text.rstrip("\r\n")}
+
+    for number, line in numbered(file, reading.max_row_bytes):
+        ends = reading.unit is TextUnit.line or (
+            reading.unit is TextUnit.paragraph and line is not None and line.isspace()
+        )
+        if ends and reading.unit is TextUnit.paragraph:
+            yield from unit()
+            held, size, over = [], 0, False
+            continue
+        if not held and not over and reading.unit is not TextUnit.file:
+            start = number
+        size += len(line or b"")
+        if line is None or size > reading.max_row_bytes:
+            over, held = True, []
+        else:
+            held.append(line)
+        if ends:
+            yield from unit()
+            held, size, over = [], 0, False
+    yield from unit()

@@ -1,0 +1,45 @@
+"""What products hand out when people ask for their data. Apart from the formats for training, because nobody made these for it."""
+
+from typing import Any
+
+from stages.text.chats import ROLES, Message, Texts
+from stages.text.faults import Fault, word
+
+
+def thread(mapping: Any, current: Any, texts: Texts) -> list[Message]:
+    """ChatGPT keeps every conversation as a tree (an edited question is a branch): the messages from its root to the current
+    one, without what it hides itself and without those of its tools, which are not in the form of calls and answers."""
+    if not isinstance(mapping, dict) or current not in mapping:
+        raise Fault("broken_export", "current_node")
+    found: list[Message] = []
+    seen: set[Any] = set()
+    node = current
+    while node is not None:
+        if not isinstance(mapping.get(node), dict) or node in seen:
+            raise Fault("broken_export", "mapping")
+        seen.add(node)
+        if (message := _message(mapping[node].get("message"), texts)) is not None:
+            found.append(message)
+        node = mapping[node].get("parent")
+    found.reverse()
+    first = next((index for index, message in enumerate(found) if message["role"] != "system"), len(found))
+    return [*found[max(first - 1, 0) : first], *(message for message in found[first:] if message["role"] != "system")]
+
+
+def _message(message: Any, texts: Texts) -> Message | None:
+    if not isinstance(message, dict):
+        return None
+    author, content = message.get("author") or {}, message.get("content") or {}
+    hidden = (message.get("metadata") or {}).get("is_visually_hidden_from_conversation")
+    role = ROLES.get(author.get("role", ""))
+    if hidden or role not in ("system", "user", "assistant") or message.get("recipient", "all") != "all":
+        return None
+    if content.get("content_type") not in ("text", "multimodal_text"):
+        return None  # its code, its browsing, its thoughts
+    said = []
+    for part in content.get("parts") or []:
+        if not isinstance(part, str):
+            kind = part.get("content_type") if isinstance(part, dict) else part
+            raise Fault("unsupported_content_part", "mapping", word(kind))
+        said.append(texts.take(part, "mapping"))
+    return {"role": role, "content": "".join(said)} if any(said) else None

@@ -1,0 +1,254 @@
+"""What a row of a file means: which of the known formats it is in, and the canonical record it becomes. Apart from containers: a
+chat is a chat in JSON Lines, CSV or Parquet.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from stages.text import exports, preferences
+from stages.text.chats import Message, Texts, decoded, messages, require_assistant, require_order, tools
+from stages.text.faults import Fault
+from stages.text.record import CHAT, PREFERENCE, PROMPT_COMPLETION, TEXT, canonical
+
+Row = Mapping[str, Any]
+Parts = dict[str, str]
+
+
+class Format(Enum):
+    """How a row says what it has to say."""
+
+    auto = "auto"
+    chat = "chat"
+    sharegpt = "sharegpt"
+    alpaca = "alpaca"
+    prompt_completion = "prompt_completion"
+    text = "text"
+    preference = "preference"
+
+
+class EncodingErrors(Enum):
+    """What happens to a row with a text that no tokenizer can read."""
+
+    quarantine = "quarantine"
+    replace = "replace"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What the fields are called in a source."""
+
+    text: str = "text"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str | None = None
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+    def of_messages(self, row: Row) -> str:
+        """The field that holds the conversation."""
+        if self.messages is not None:
+            return self.messages
+        return next(
+            (name for name in ("messages", "conversations", "conversation") if row.get(name) is not None), "messages"
+        )
+
+    def of_completion(self, row: Row) -> str:
+        """`response` is as common as `completion`."""
+        return "response" if self.completion == "completion" and "completion" not in row else self.completion
+
+    def all(self) -> frozenset[str]:
+        """Every field that a format may look at: no other column is read."""
+        named = {self.text, self.prompt, self.completion, self.chosen, self.rejected, self.messages or "messages"}
+        return frozenset(named) | KNOWN_FIELDS
+
+
+KNOWN_FIELDS = frozenset(
+    [
+        "conversations",
+        "conversation",
+        "response",
+        "system",
+        "tools",
+        "functions",
+        "instruction",
+        "input",
+        "output",
+        "history",
+        "mapping",
+        "current_node",
+        "preferred_output",
+        "non_preferred_output",
+    ]
+)
+
+
+def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
+    """(format, why) by the names of the fields and what stands in them; the most particular first."""
+    if fields.chosen in row and fields.rejected in row:
+        return Format.preference, f"fields {fields.chosen} and {fields.rejected}"
+    if "preferred_output" in row and "non_preferred_output" in row:
+        return Format.preference, "fields preferred_output and non_preferred_output"
+    if "mapping" in row and "current_node" in row:
+        return Format.chat, "a tree `mapping` of messages, as ChatGPT exports it"
+    name = fields.of_messages(row)
+    if row.get(name) is not None and (style := _style(row[name], name)) is not None:
+        keys = "role and content" if style is Format.chat else "from and value"
+        return style, f"field {name} is a list of messages with {keys}"
+    if "instruction" in row and "output" in row:
+        return Format.alpaca, "fields instruction and output"
+    completion = fields.of_completion(row)
+    if fields.prompt in row and completion in row:
+        return Format.prompt_completion, f"fields {fields.prompt} and {completion}"
+    if fields.text in row:
+        return Format.text, f"field {fields.text}"
+    return None
+
+
+def _style(value: Any, field: str) -> Format | None:
+    try:
+        value = decoded(value, field)
+    except Fault:
+        return None
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(first, dict):
+        return Format.chat if value == [] else None
+    return Format.sharegpt if first.get("from") is not None else Format.chat if "role" in first else None
+
+
+def by_names(names: Iterable[str], fields: Fields) -> str:
+    """The format that a header's names would make, or an empty string."""
+    row = dict.fromkeys(names, "")
+    if (fields.messages or "messages") in row or "conversations" in row:
+        return Format.chat.value
+    found = recognise(row, fields)
+    return found[0].value if found else ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The one format of a source."""
+
+    format: Format
+    why: str
+
+    @classmethod
+    def of(cls, votes: Counter[tuple[Format, str]], looked_at: int) -> "Decision":
+        """Most votes; among equals the first in the order of the formats, so that the order of rows decides nothing."""
+        by_format: Counter[Format] = Counter()
+        for (format, _), count in votes.items():
+            by_format[format] += count
+        order = list(Format)
+        best = min(by_format, key=lambda format: (-by_format[format], order.index(format)))
+        why = min((-count, why) for (format, why), count in votes.items() if format is best)[1]
+        return cls(best, f"{why} in {by_format[best]} of the first {looked_at} rows")
+
+
+def parts(row: Row, format: Format, fields: Fields, texts: Texts) -> Parts:
+    """The fields of a record (kind, prompt, text, messages, ...) that a row becomes. Raises Fault."""
+    try:
+        return _MAKERS[format](row, fields, texts)
+    except Fault as fault:
+        if fault.rule == "missing_field":
+            other = recognise(row, fields)
+            if other is not None and other[0] is not format:
+                raise Fault("other_format", fault.field, other[0].value) from None
+        raise
+
+
+def _field(row: Row, name: str) -> Any:
+    if name not in row:
+        raise Fault("missing_field", name)
+    return row[name]
+
+
+def _text(row: Row, fields: Fields, texts: Texts) -> Parts:
+    return {"kind": TEXT, "text": texts.take(_field(row, fields.text), fields.text)}
+
+
+def _prompt_completion(row: Row, fields: Fields, texts: Texts) -> Parts:
+    completion = fields.of_completion(row)
+    prompt = texts.take(_field(row, fields.prompt), fields.prompt)
+    return {"kind": PROMPT_COMPLETION, "prompt": prompt, "text": texts.take(_field(row, completion), completion)}
+
+
+def _chat(row: Row, fields: Fields, texts: Texts) -> Parts:
+    if "mapping" in row and "current_node" in row:
+        return _made(exports.thread(row["mapping"], row["current_node"], texts), row, "mapping", texts)
+    name = fields.of_messages(row)
+    return _made(messages(_field(row, name), name, texts), row, name, texts)
+
+
+def _alpaca(row: Row, fields: Fields, texts: Texts) -> Parts:
+    asked = texts.take(_field(row, "instruction"), "instruction")
+    given = row.get("input")
+    if given is not None and (context := texts.take(given, "input")):
+        asked = f"{asked}\n{context}" if asked else context
+    chat: list[Message] = []
+    history = decoded(row.get("history") or [], "history")
+    for index, turn in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise Fault("not_a_list", f"history[{index}]", "want [question, answer]")
+        for role, said in zip(("user", "assistant"), turn, strict=True):
+            chat.append({"role": role, "content": texts.take(said, f"history[{index}]")})
+    chat.append({"role": "user", "content": asked})
+    chat.append({"role": "assistant", "content": texts.take(_field(row, "output"), "output")})
+    return _made(chat, row, "output", texts)
+
+
+def _made(chat: list[Message], row: Row, field: str, texts: Texts) -> Parts:
+    """Whole and in order: with the row's own system message and its tools."""
+    if not chat:
+        raise Fault("empty_conversation", field)
+    chat = with_system(chat, row, texts)
+    require_order(chat, field)
+    require_assistant(chat, field)
+    return {
+        "kind": CHAT,
+        "messages": canonical(chat),
+        "tools": tools(row.get("tools") or row.get("functions"), "tools", texts),
+    }
+
+
+def with_system(chat: list[Message], row: Row, texts: Texts) -> list[Message]:
+    system = row.get("system")
+    if system is None or system == "":
+        return chat
+    return [{"role": "system", "content": texts.take(system, "system")}, *chat]
+
+
+def _preference(row: Row, fields: Fields, texts: Texts) -> Parts:
+    given = row
+    if "preferred_output" in row:  # as OpenAI takes it
+        inner = row.get("input")
+        inner = inner if isinstance(inner, dict) else {}
+        given = {fields.prompt: inner.get("messages"), "tools": inner.get("tools")}
+        given |= {fields.chosen: row["preferred_output"], fields.rejected: row["non_preferred_output"]}
+    for name in (fields.chosen, fields.rejected):
+        _field(given, name)
+    prompt = given.get(fields.prompt)
+    if prompt is None:
+        prompt = given.get(fields.of_messages(given)) or given.get("instruction")
+    pair = preferences.pair(prompt, given[fields.chosen], given[fields.rejected], fields.chosen, fields.rejected, texts)
+    before = with_system(pair.prompt, given, texts)
+    require_order([*before, *pair.chosen], fields.chosen)
+    require_order([*before, *pair.rejected], fields.rejected)
+    return {
+        "kind": PREFERENCE,
+        "messages": canonical(before),
+        "tools": tools(given.get("tools"), "tools", texts),
+        "chosen": canonical(pair.chosen),
+        "rejected": canonical(pair.rejected),
+    }
+
+
+_MAKERS: dict[Format, Callable[[Row, Fields, Texts], Parts]] = {
+    Format.text: _text,
+    Format.prompt_completion: _prompt_completion,
+    Format.chat: _chat,
+    Format.sharegpt: _chat,
+    Format.alpaca: _alpaca,
+    Format.preference: _preference,
+}

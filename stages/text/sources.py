@@ -1,0 +1,100 @@
+"""The sources of an ingest: which files each consists of, how they are read, and which format they are in. Apart from the stage,
+because workers read by it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from stages.contract import StageError
+from stages.text.containers import Item, Reading, json_lines, json_values, text_units
+from stages.text.faults import Fault, shown
+from stages.text.files import Container, File
+from stages.text.formats import Decision, Fields, Format, recognise
+from stages.text.lines import numbered
+from stages.text.tables import csv_rows, parquet_rows
+
+SAMPLE = 20
+"""Rows that decide a source's format."""
+SEARCH = 1_000
+"""Rows among which they are looked for."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One configured source. `prefix` stands before the ids of its rows."""
+
+    name: str
+    prefix: str
+    files: tuple[File, ...]
+    """Empty: the standard library's documentation."""
+    reading: Reading
+    format: Format
+    id_field: str | None
+    why: str = ""
+    left_out: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def wanted(self) -> frozenset[str]:
+        """The columns that are read of a Parquet file."""
+        return self.reading.fields.all() | ({self.id_field} if self.id_field else frozenset())
+
+    def rows(self, file: File, start: int = 0, end: int | None = None) -> Iterator[Item]:
+        """(line, row or Fault) of a file, or of a range of it: bytes of JSON Lines, row groups of Parquet."""
+        if file.container is Container.jsonl:
+            yield from json_lines(numbered(file, self.reading.max_row_bytes, start, end), self.reading)
+        elif file.container is Container.json:
+            yield from json_values(file, self.reading)
+        elif file.container is Container.text:
+            yield from text_units(file, self.reading)
+        elif file.container is Container.parquet:
+            yield from parquet_rows(file, self.reading, self.wanted(), start, end)
+        else:
+            yield from csv_rows(file, self.reading)
+
+    def decided(self) -> "Source":
+        """The same with the format that its first usable rows are in."""
+        if self.format is not Format.auto:
+            return replace(self, why=f"stages.ingest.source.format={self.format.value}")
+        if all(file.container is Container.text for file in self.files):
+            return replace(self, format=Format.text, why=f"one row a {self.reading.unit.value}")
+        votes: Counter[tuple[Format, str]] = Counter()
+        unknown: tuple[str, int, str] | None = None
+        looked_at = 0
+        for file, (line, row) in self._first():
+            looked_at += 1
+            if isinstance(row, Fault):
+                continue
+            if (found := recognise(row, self.reading.fields)) is not None:
+                votes[found] += 1
+                if votes.total() == SAMPLE:
+                    break
+            elif unknown is None:
+                unknown = file.name, line, shown(sorted(row, key=str))
+        if votes:
+            decision = Decision.of(votes, looked_at)
+            return replace(self, format=decision.format, why=decision.why)
+        if unknown is not None:
+            raise StageError(self._unknown(*unknown))
+        return self  # nothing usable: the rows themselves say why
+
+    def _first(self) -> Iterator[tuple[File, Item]]:
+        left = SEARCH
+        for file in self.files:
+            for item in self.rows(file):
+                yield file, item
+                left -= 1
+                if not left:
+                    return
+
+    def _unknown(self, name: str, line: int, found: str) -> str:
+        fields: Fields = self.reading.fields
+        return (
+            f"{name}:{line}: found the fields {found}; wanted {fields.text!r}, or {fields.prompt!r} and "
+            f"{fields.completion!r}, or 'messages' (a list of role and content, or of from and value), or 'instruction' "
+            f"and 'output', or {fields.chosen!r} and {fields.rejected!r}; name yours with stages.ingest.source.text_field=, "
+            "or .prompt_field= and .completion_field=, or .messages_field="
+        )

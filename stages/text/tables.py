@@ -1,0 +1,198 @@
+"""Takes rows out of CSV and Parquet files. Apart from lines of JSON, because here a file has one header for all rows.
+
+Values of CSV are text, whatever they look like: NA, null, 007 and 1e5 stay as they stand there.
+"""
+
+import csv
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from stages.contract import StageError
+from stages.text.containers import Item, Reading, too_long
+from stages.text.faults import Fault, shown
+from stages.text.files import Container, File, opened
+from stages.text.formats import by_names
+from stages.text.lines import Line, numbered, whole
+
+DELIMITERS = {",": ",", ";": ";", "\t": "\\t", "|": "|"}
+"""As they are written on a command line."""
+SWALLOWED = 1_000
+"""More lines than that in one unclosed quote are no long value."""
+BATCH_BYTES = 16 * 2**20
+
+
+def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
+    """A row's line is the one that it begins in; quoted values may hold line ends."""
+    delimiter = reading.delimiter or ("\t" if file.container is Container.tsv else ",")
+    csv.field_size_limit(min(reading.max_row_bytes, 2**31 - 1))
+    lines = _Lines(numbered(file, reading.max_row_bytes), reading)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        start = lines.number + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if header is None:
+                raise StageError(f"{file.name}:1: the header is broken CSV ({error}); mend it") from None
+            yield start, _fault(file, start, lines, str(error), reading)
+            continue
+        if not values:
+            continue
+        if header is None:
+            header = _header(file, values, delimiter, reading)
+        elif len(values) != len(header):
+            yield start, Fault("column_count", detail=f"{len(values)} values, {len(header)} columns")
+        else:
+            yield start, _decoded(header, values)
+
+
+class _Lines:
+    """Lines as text for `csv`, which reads a row's further lines by itself."""
+
+    def __init__(self, lines: Iterator[tuple[int, Line]], reading: Reading) -> None:
+        self.lines, self.errors, self.number = lines, "replace" if reading.replace else "surrogateescape", 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        self.number, line = next(self.lines)
+        if line is None:
+            raise csv.Error("field larger than field limit")
+        return line.decode("utf-8", self.errors)
+
+
+def _fault(file: File, start: int, lines: _Lines, said: str, reading: Reading) -> Fault:
+    if "field limit" in said:
+        return too_long(reading)
+    if "unexpected end" not in said:
+        return Fault("broken_csv", detail=f"lines {start} to {lines.number}" if lines.number > start else "")
+    if lines.number - start > SWALLOWED:
+        raise StageError(
+            f"{file.name}:{start}: a quote that is opened in this line is never closed, so the {lines.number - start:,} "
+            "lines behind it cannot be told apart; close it"
+        )
+    return Fault("cut_off", detail="a quote is never closed")
+
+
+def _decoded(header: list[str], values: list[str]) -> dict[str, Any] | Fault:
+    """Bytes that are no UTF-8 came in as lone surrogates, which a CSV file cannot hold otherwise."""
+    if not all(map(str.isascii, values)):
+        for name, value in zip(header, values, strict=True):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                return Fault("invalid_utf8", name, f"character {error.start + 1}")
+    return dict(zip(header, values, strict=True))
+
+
+def _header(file: File, names: list[str], delimiter: str, reading: Reading) -> list[str]:
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise StageError(f"{file.name}:1: the column {shown(twice)} stands twice in the header; rename one")
+    if not by_names(names, reading.fields):
+        for other, written in DELIMITERS.items():
+            split = names[0].split(other) if len(names) == 1 else []
+            if len(split) > 1 and other != delimiter and by_names(split, reading.fields):
+                raise StageError(
+                    f"{file.name}:1: found 1 column `{names[0]}`, expected {','.join(split)}; the values are parted by "
+                    f"another sign: stages.ingest.source.delimiter='{written}'"
+                )
+    return names
+
+
+def parquet_rows(file: File, reading: Reading, wanted: frozenset[str], start: int, end: int | None) -> Iterator[Item]:
+    """The rows of row groups `start` .. `end` - 1, numbered from 1. Only the columns that a format may ask for are read."""
+    with whole(file), opened(file) as source:
+        parquet = parquet_file(file, source)
+        names = [name for name in parquet.schema_arrow.names if name in wanted]
+        facts = parquet.metadata
+        groups = list(range(start, facts.num_row_groups if end is None else end))
+        taken = sum(facts.row_group(group).num_rows for group in groups)
+        size = sum(facts.row_group(group).total_byte_size for group in groups) // max(taken, 1)
+        number = 0
+        try:
+            batches = parquet.iter_batches(min(1_000, max(1, BATCH_BYTES // max(size, 1))), groups, names)
+            for batch in batches:
+                for row in _rows(batch, reading):
+                    number += 1
+                    yield number, row
+        except pyarrow.ArrowException as error:
+            raise _not_whole(file, error) from None
+
+
+def parquet_file(file: File, source: Any) -> pyarrow.parquet.ParquetFile:
+    try:
+        parquet = pyarrow.parquet.ParquetFile(source, pre_buffer=False)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _not_whole(file, error) from None
+    names = parquet.schema_arrow.names
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise StageError(f"{file.name}: the column {shown(twice)} stands twice; rename one")
+    return parquet
+
+
+def row_groups(file: File) -> list[int]:
+    """Rows in each row group."""
+    with whole(file), opened(file) as source:
+        facts = parquet_file(file, source).metadata
+        return [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+
+
+def _not_whole(file: File, error: Exception) -> StageError:
+    reason = str(error).partition("\n")[0][:120]
+    return StageError(f"{file.name}: not a whole Parquet file ({reason}); write it again")
+
+
+def _rows(batch: pyarrow.RecordBatch, reading: Reading) -> Iterator[dict[str, Any] | Fault]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # one that is not UTF-8 costs its row and not the file
+        names = batch.schema.names
+        columns = [column.cast(_binary(column.type)) for column in batch.columns]
+        for index in range(batch.num_rows):
+            row: dict[str, Any] = {}
+            try:
+                for name, column in zip(names, columns, strict=True):
+                    row[name] = _text(column[index].as_py(), name, reading)
+            except Fault as fault:
+                yield fault
+            else:
+                yield row
+
+
+def _binary(kind: pyarrow.DataType) -> pyarrow.DataType:
+    """The same type with bytes where it has strings."""
+    if pyarrow.types.is_dictionary(kind):
+        return _binary(kind.value_type)
+    if pyarrow.types.is_string(kind):
+        return pyarrow.binary()
+    if pyarrow.types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_binary(field.type)) for field in kind])
+    if pyarrow.types.is_large_list(kind):
+        return pyarrow.large_list(kind.value_field.with_type(_binary(kind.value_type)))
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_binary(kind.value_type)))
+    return kind
+
+
+def _text(value: Any, field: str, reading: Reading) -> Any:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8", "replace" if reading.replace else "strict")
+        except UnicodeDecodeError as error:
+            raise Fault("invalid_utf8", field, f"byte {error.start + 1}") from None
+    if isinstance(value, list):
+        return [_text(inner, field, reading) for inner in value]
+    if isinstance(value, dict):
+        return {name: _text(inner, field, reading) for name, inner in value.items()}
+    return value
