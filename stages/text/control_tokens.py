@@ -17,6 +17,9 @@ from tokenizers import Tokenizer
 PRIVATE_USE = range(0xF0000, 0xFFFFD, 2)
 """Marks are the first two neighbours of these characters that a chat does not hold."""
 
+STRANGE = "\U0010fffd ꙮ 𓂀 ᚙ"
+"""Hardly in a vocabulary: the special token that they become, if any, is the one for the unknown, which any text may hold."""
+
 Span = tuple[int, int]
 """First character and the one behind the last."""
 Segments = list[tuple[str, bool]]
@@ -38,7 +41,10 @@ class ControlTokens:
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: str) -> "ControlTokens":
         special, named = {}, {}
+        unknown = tokenizer.encode(STRANGE, add_special_tokens=False).ids
         for index, added in tokenizer.get_added_tokens_decoder().items():
+            if index in unknown:
+                continue
             if added.special:
                 special[added.content] = index
             elif added.content in template and not added.content.isspace():

@@ -8,7 +8,7 @@ a dozen ways. When a token reaches over the place, the text is cut there: a serv
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,21 @@ class Places:
     at: npt.NDArray[np.intp]
     """Where they stand among the ids."""
     encode: Callable[[str, list[Span]], Int32]
+    known: dict[int, int | None] = field(default_factory=dict)
 
     def of(self, place: int) -> int | None:
         """Tokens before `place`. None: a token reaches over it."""
+        if place not in self.known:
+            self.known[place] = self._found(place)
+        return self.known[place]
+
+    def _found(self, place: int) -> int | None:
         before = bisect_right(self.controls, place, key=lambda span: span[1])
         start, first = (self.controls[before - 1][0], int(self.at[before - 1])) if before else (0, 0)
-        within = [(a - start, b - start) for a, b in self.as_text if a >= start and b <= place]
+        within = [(a - start, b - start) for a, b in self.as_text if a >= start and b <= place] if self.as_text else []
         head = self.encode(self.text[start:place], within)
         end = first + len(head)
-        return end if np.array_equal(self.ids[first:end], head) else None
+        return end if self.ids[first:end].tobytes() == head.tobytes() else None
 
     def ending(self, start: int, endings: frozenset[str]) -> int | None:
         """Which control token is the first from `start` on that ends a turn."""
@@ -77,7 +83,7 @@ def mask(
     free = 0
     for answer in answers:
         if answer.start is None:
-            raise Unmaskable("history_rewritten")
+            raise Unmaskable("prompt_differs" if answer is answers[-1] else "history_rewritten")
         if answer.start < free:
             raise Unmaskable("turn_without_end")
         ending = places.ending(answer.start, endings)

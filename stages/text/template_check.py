@@ -27,6 +27,7 @@ FIXES = {
     "mark_within_token": "the template's {% generation %} marks end within a token; take the marks out",
     "no_answer": "there is no turn of the assistant; set stages.tokenize.loss_on=all or bring other data",
     "no_messages": "the chat is empty",
+    "prompt_differs": "the template opens a turn of the assistant otherwise than it writes one; bring another template",
     "system_unsupported": "the template has no system turns; put their text into the first user turn, or bring another template",
     "template_refused": "the template refuses these roles or their order; bring another template or other data",
     "tools_unsupported": "the template has no tools; bring another template, or take tools and their calls out of the data",
@@ -37,7 +38,7 @@ FIXES = {
 
 def check(template: "Template", chats: Sequence["Chat"], loss_on: LossOn) -> dict[str, Any]:
     """Facts for the summary. StageError when nothing can be trained on, or a mask is not what it must be."""
-    if loss_on is not LossOn.all and not template.traits.endings:
+    if loss_on is not LossOn.all and not template.renderer.traits.endings:
         raise StageError(_endless(template))
     chats = chats[:SAMPLES]
     encoded = template.encode_batch(chats, loss_on)
@@ -52,12 +53,12 @@ def check(template: "Template", chats: Sequence["Chat"], loss_on: LossOn) -> dic
             _require_one_begin(template, result)
             if loss_on is not LossOn.all:
                 _require_answers(template, messages, result, loss_on)
-    endings = template.traits.endings
+    endings = template.renderer.traits.endings
     return {"endings": list(endings), "terminators": template.terminators, "refused": dict(sorted(reasons.items()))}
 
 
 def _endless(template: "Template") -> str:
-    written = (template.traits.written_out or "").strip()
+    written = (template.renderer.traits.written_out or "").strip()
     token = re.match(r"\S+", written)
     if token is None:
         return (
@@ -66,13 +67,13 @@ def _endless(template: "Template") -> str:
         )
     return (
         f"the chat template ends turns of the assistant with {token[0][:40]!r}, which is no control token of this tokenizer, so "
-        "a model could not stop there; add it (stages.tokenize.add_tokens), or set stages.tokenize.chat_template to a built-in "
+        "a model could not stop there; add it (stages.tokenize.add_control_tokens), or set stages.tokenize.chat_template to a built-in "
         "one (zephyr fits every tokenizer)"
     )
 
 
 def _require_one_begin(template: "Template", result: "Encoded") -> None:
-    begin = template.control.ids.get(template.special_tokens.get("bos_token", ""))
+    begin = template.renderer.control.ids.get(template.renderer.special_tokens.get("bos_token", ""))
     if begin is not None and result.ids[:2].tolist() == [begin, begin]:
         raise StageError("the chat template writes the begin token twice; take one out")
 

@@ -19,6 +19,8 @@ FILE = "chat_template.jinja"
 TOOL_FILE = "additional_chat_templates/tool_use.jinja"
 DATE = datetime.date(2024, 7, 26)
 """What a template that asks for the date is told: the day that Llama's templates name themselves."""
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""What templates may write by name."""
 RANDOM = ("random", "lipsum")
 
 
@@ -91,6 +93,18 @@ def write(text: str, directory: Path) -> None:
     config = json.loads(path.read_text("utf-8")) if path.exists() else {}
     if config.pop("chat_template", None) is not None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """By the name under which templates write them. An entry is a string, or an object with `content`."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / file).is_file():
+            entries = json.loads((directory / file).read_text("utf-8"))
+            named = {name: entries.get(name) for name in SPECIAL} | (entries.get("model_specific_special_tokens") or {})
+            words = {name: word.get("content") if isinstance(word, dict) else word for name, word in named.items()}
+            found |= {name: word for name, word in words.items() if isinstance(word, str)}
+    return found
 
 
 def _given(override: str) -> str:
