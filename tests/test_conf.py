@@ -20,8 +20,17 @@ OPTIONS = sorted(
     for p in CONF.glob("*/*.yaml")
     if p.parent.name not in ("pipeline", "cluster", "tracking", "model", "local")
 )
+MODEL, FILES = "model=models:/quickstart@champion", "stages.ingest.source.path=my.jsonl"
+ENDPOINT = [
+    "stages.generate.endpoint.base_url=http://127.0.0.1:8000/v1",
+    "stages.generate.endpoint.model=quickstart",
+    "stages.generate.endpoint.revision=3",
+]
 NEEDED = {
-    "finetune": ["model=models:/quickstart@champion", "stages.ingest.source.path=my.jsonl"],
+    "finetune": [MODEL, FILES],
+    "synthesize": [MODEL, FILES],
+    "teach": [FILES, *ENDPOINT],
+    "endpoint": ENDPOINT,
     "attach": ["cluster.address=h:1"],
 }
 
@@ -48,7 +57,7 @@ def test_every_option_composes_in_some_pipeline(group: str, option: str) -> None
     for pipeline in PIPELINES:
         app = compose([f"pipeline={pipeline}", *needed(pipeline)])
         if group in app.stages:
-            compose([f"pipeline={pipeline}", *needed(pipeline), f"{group}={option}"])
+            compose([f"pipeline={pipeline}", *needed(pipeline), f"{group}={option}", *needed(option)])
             return
     raise AssertionError(f"no pipeline has a stage '{group}', so conf/{group}/{option}.yaml is never used")
 
