@@ -5,6 +5,7 @@ else runs, or in this process (`resources.executor=inline`).
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,9 @@ def evaluate(
     ctx.tracker.log_metrics(metrics)
     for name, values in report["baselines"].items():
         ctx.tracker.log_metrics({f"{name}_{key}": value for key, value in values.items()})
+    for source, values in report["sources"].items():
+        name = re.sub(r"[^\w./ -]", "_", source)  # what MLflow takes as the name of a metric
+        ctx.tracker.log_metrics({f"{key}_of_{name}": value for key, value in values.items()})
     ctx.tracker.log_text(table(report), "evaluation.md")
     others = ", ".join(f"{name} {values['bits_per_byte']:.2f}" for name, values in report["baselines"].items())
     ctx.headline(f"{metrics['bits_per_byte']:.2f} bits per byte ({others})")
@@ -156,7 +160,8 @@ def _score(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """The report's numbers and findings as markdown."""
-    rows = {"this model": report["metrics"], **report["baselines"]}
+    by_source = {f"this model on {name}": values for name, values in report["sources"].items()}
+    rows = {"this model": report["metrics"], **by_source, **report["baselines"]}
     lines = ["| | bits per byte | perplexity | loss |", "|---|---|---|---|"]
     for name, values in rows.items():
         cells = (

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Checkpoint, Corpus, TokenDataset
-from stages.contract import Context, StageConfig, StageError, TaskResources, stage
-from stages.text.choices import OverLong, Packing
+from stages.contract import Context, Resolver, StageConfig, StageError, TaskResources, location, stage
+from stages.text.choices import ControlStrings, LossOn, OverLong, Packing
 
 if TYPE_CHECKING:
     from stages.text.shards import Table
@@ -41,11 +41,26 @@ class TokenizeResources(TaskResources):
 
 @dataclass(kw_only=True)
 class TokenizeConfig(StageConfig):
-    """A tokenizer (trained here, or the base model's) and rows of one length."""
+    """A tokenizer (trained here, or the base model's), how chats are written, and rows of one length."""
 
     vocab_size: int | None = None
     """Tokens of the byte-level BPE that is trained on the training split, the 256 bytes and EOS among them. It comes out
     smaller when the text is too short for so many. Null with a base model, whose tokenizer is taken as it is."""
+    add_tokens: list[str] = field(default_factory=list)
+    """Words that become tokens of their own, behind those that the tokenizer has. Training makes room for them in the model."""
+    add_control_tokens: list[str] = field(default_factory=list)
+    """The same for tokens that a chat template writes and no text becomes, such as <|im_end|>."""
+    chat_template: str | None = location(None)
+    """How chats are written: a file with a template, or the name of a built-in one (chatml, gemma, inst, llama3, zephyr). Null:
+    the base model's own. It travels with the tokenizer, and a server answers in it."""
+    as_chat: bool = False
+    """Take rows of prompt and completion as a user's turn and the assistant's answer, in the chat template. False: as two
+    texts, one behind the other."""
+    loss_on: LossOn = LossOn.assistant
+    """What is learned of a chat: all turns of the `assistant`, its `last` turn, or `all` that is said."""
+    control_strings: ControlStrings = ControlStrings.quarantine
+    """Chats in which somebody typed the words of a control token: `quarantine` leaves them out, `neutralise` takes them as
+    the text that they are."""
     sequence_length: int = 256
     """Tokens in a row (context length in training)."""
     over_long: OverLong = OverLong.split
@@ -60,10 +75,16 @@ class TokenizeConfig(StageConfig):
     """How the work is spread."""
 
     def __post_init__(self) -> None:
-        if self.vocab_size is not None and self.vocab_size < BYTES_AND_EOS:
-            raise ValueError(f"vocab_size must be at least {BYTES_AND_EOS} (all bytes and EOS), got {self.vocab_size}")
+        least = BYTES_AND_EOS + len(self.add_control_tokens)
+        if self.vocab_size is not None and self.vocab_size < least:
+            raise ValueError(
+                f"vocab_size must be at least {least} (all bytes, EOS and add_control_tokens), got {self.vocab_size}"
+            )
         if not 0 <= self.max_bad_fraction <= 1:
             raise ValueError(f"max_bad_fraction must be between 0 and 1, got {self.max_bad_fraction}")
+        for name in ("add_tokens", "add_control_tokens"):
+            if not all(token.strip() for token in getattr(self, name)):
+                raise ValueError(f"{name} must be words of at least one letter, got {getattr(self, name)}")
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length must be at least 2, got {self.sequence_length}")
 
@@ -74,7 +95,17 @@ class TokenizeConfig(StageConfig):
             raise ValueError("vocab_size must be set when no base model is connected: a tokenizer is trained")
 
 
-@stage(libraries=("tokenizers", "pyarrow"), ray=True)
+def _sources(cfg: TokenizeConfig, resolver: Resolver) -> dict[str, str]:
+    """A template's content decides, not where its file stands; a built-in one is part of the code."""
+    from stages.text.builtin_templates import TEMPLATES
+
+    if cfg.chat_template is None:
+        return {}
+    name = cfg.chat_template
+    return {"chat_template": f"built-in {name}" if name in TEMPLATES else resolver.path(Path(name))}
+
+
+@stage(libraries=("tokenizers", "transformers", "jinja2", "pyarrow"), ray=True, sources=_sources)
 def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint | None = None) -> TokenDataset:
     """Get a tokenizer, tokenise, pack, write."""
     from stages.text.corpus import shards
@@ -83,18 +114,23 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
     from stages.text.tokenising import Settings
     from stages.text.tokenizer import Encoder
 
+    _refuse_preferences(corpus)
     tokenizer = ctx.output / "tokenizer"
     ctx.progress(0.0, "tokenizer")
-    if base is None:
-        _train_tokenizer(corpus.local(), cfg, tokenizer)
-    else:
-        _take_over_tokenizer(base.local(), cfg, tokenizer)
+    facts: dict[str, Any] = {"added_tokens": _tokenizer(cfg, corpus, base, tokenizer)}
     encoder = Encoder.load(tokenizer)
+    settings = Settings(
+        tokenizer=tokenizer,
+        sequence_length=cfg.sequence_length,
+        over_long=cfg.over_long,
+        packing=cfg.packing,
+        as_chat=cfg.as_chat,
+        loss_on=cfg.loss_on,
+        control_strings=cfg.control_strings,
+    )
+    template = _chat_template(cfg, corpus, settings, tokenizer)
     ctx.progress(0.3, f"tokenizer of {encoder.vocab_size:,} tokens")
 
-    settings = Settings(
-        tokenizer=tokenizer, sequence_length=cfg.sequence_length, over_long=cfg.over_long, packing=cfg.packing
-    )
     parts = ctx.work / "parts"
     shutil.rmtree(parts, ignore_errors=True)  # another attempt's
     for name in ("chunks", LEFT, *SPLITS):
@@ -117,27 +153,67 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
         f"{tokens:,} training tokens in rows of {cfg.sequence_length}, {used:.1%} used; "
         f"{encoder.vocab_size:,} in vocabulary" + (f"; dropped: {left}" if left else "")
     )
-    facts: dict[str, Any] = {"sequence_length": cfg.sequence_length, "vocab_size": encoder.vocab_size}
+    facts |= {"sequence_length": cfg.sequence_length, "vocab_size": encoder.vocab_size, "chat_template": template}
     facts |= {"eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
+    facts["stop_token_ids"] = sorted({encoder.eos_id, *(template["terminators"] if template else ())})
     facts |= {"waterfall": tally.waterfall(), "sources": tally.sources(_weights(corpus))}
     TokenDataset.write(ctx.output, facts | splits)
     return TokenDataset(uri=ctx.output.resolve().as_uri())
+
+
+def _refuse_preferences(corpus: Corpus) -> None:
+    from stages.text.record import PREFERENCE
+    from stages.text.tokenising import kinds
+
+    if PREFERENCE in kinds(corpus.local()):
+        raise StageError(
+            "the corpus holds preference pairs (chosen, rejected), which tokenize cannot use: connect it to the `pair` "
+            "verb, or ingest them apart from the other rows"
+        )
+
+
+def _tokenizer(cfg: TokenizeConfig, corpus: Corpus, base: Checkpoint | None, directory: Path) -> int:
+    """Train one, or take over the base's; add tokens. How many the base has not."""
+    from stages.text.tokenizer import extend
+
+    if base is None:
+        _train_tokenizer(corpus.local(), cfg, directory)
+    else:
+        _take_over_tokenizer(base.local(), cfg, directory)
+    if not cfg.add_tokens and not cfg.add_control_tokens:
+        return 0
+    added = extend(directory, cfg.add_tokens, cfg.add_control_tokens)
+    return added if base is not None else 0
 
 
 def _train_tokenizer(corpus: Path, cfg: TokenizeConfig, directory: Path) -> None:
     from stages.text import tokenising
 
     assert cfg.vocab_size is not None  # `check` saw to it
+    arguments = (corpus, cfg.vocab_size, list(cfg.add_control_tokens), directory)
     if cfg.resources.inline():
-        tokenising.train_tokenizer(corpus, cfg.vocab_size, directory)
+        tokenising.train_tokenizer(*arguments)
         return
     import ray
 
     from stages.storage.node import here
 
-    ray.get(
-        ray.remote(scheduling_strategy=here())(tokenising.train_tokenizer).remote(corpus, cfg.vocab_size, directory)
-    )
+    ray.get(ray.remote(scheduling_strategy=here())(tokenising.train_tokenizer).remote(*arguments))
+
+
+def _chat_template(cfg: TokenizeConfig, corpus: Corpus, settings: "Settings", directory: Path) -> dict[str, Any] | None:
+    """Put the template beside the tokenizer and try it on the first chats. What was found; None when there are none."""
+    from stages.text import tokenising
+    from stages.text.template_check import SAMPLES
+
+    chats = tokenising.samples(corpus.local(), settings, SAMPLES)
+    if not chats and cfg.chat_template is None:
+        return None
+    from stages.text.templates import Template
+
+    template = Template.load(directory, cfg.chat_template, cfg.control_strings)
+    template.save(directory)
+    return template.check(chats, cfg.loss_on) | {"loss_on": cfg.loss_on.value, "as_chat": cfg.as_chat}
 
 
 def _take_over_tokenizer(base: Path, cfg: TokenizeConfig, directory: Path) -> None:
@@ -173,6 +249,7 @@ def _pack(tally: "Tally", settings: "Settings", resources: TokenizeResources, ct
     """Make rows of pieces, a group of chunks of one source in a task; count the rows."""
     from stages.text import tokenising
     from stages.text.blocks import results
+    from stages.text.pieces import groups
 
     orders = [
         {"split": split, "source": source, "group": group, "chunks": [chunk["name"] for chunk in chunks]}
@@ -180,7 +257,7 @@ def _pack(tally: "Tally", settings: "Settings", resources: TokenizeResources, ct
         for group, (source, chunks) in enumerate(
             (source, chunks)
             for source in sorted(sources)
-            for chunks in _groups(sources[source], ROWS_PER_GROUP * settings.sequence_length)
+            for chunks in groups(sources[source], ROWS_PER_GROUP * settings.sequence_length)
         )
     ]
     shared = {"settings": settings, "chunks": parts / "chunks", "packed": parts}
@@ -190,22 +267,6 @@ def _pack(tally: "Tally", settings: "Settings", resources: TokenizeResources, ct
             tally.counts[facts["split"]][facts["source"]]["rows"] += facts["rows"]
             done += 1
         ctx.progress(0.7 + 0.2 * done / len(orders), f"{done} of {len(orders)} groups packed")
-
-
-def _groups(chunks: list[dict[str, Any]], tokens: int) -> list[list[dict[str, Any]]]:
-    """Neighbouring chunks that have at least so many tokens together; a rest with fewer joins the group before it."""
-    groups: list[list[dict[str, Any]]] = []
-    size = tokens
-    for chunk in chunks:
-        if size >= tokens:
-            groups.append([])
-            size = 0
-        groups[-1].append(chunk)
-        size += chunk["tokens"]
-    if len(groups) > 1 and size < tokens:
-        rest = groups.pop()
-        groups[-1] += rest
-    return groups
 
 
 def _write(parts: Path, cfg: TokenizeConfig, ctx: Context) -> None:

@@ -277,14 +277,18 @@ def _refuse(job: Job, message: str) -> None:
 
 
 def _require_same_tokenizer(dataset: TokenDataset, base: Checkpoint | None) -> None:
-    """A base model reads ids: with another tokenizer each would mean another text."""
+    """A base model reads ids: with another tokenizer each would mean another text. Tokens that tokenize added are told."""
     if base is None:
         return
     from tokenizers import Tokenizer
 
     ours, theirs = dataset.local() / "tokenizer" / "tokenizer.json", base.local() / "tokenizer.json"
-    same_bytes = ours.read_bytes() == theirs.read_bytes()
-    if not same_bytes and Tokenizer.from_file(str(ours)).get_vocab() != Tokenizer.from_file(str(theirs)).get_vocab():
+    if ours.read_bytes() == theirs.read_bytes():
+        return
+    new = dict(Tokenizer.from_file(str(ours)).get_vocab())
+    old = Tokenizer.from_file(str(theirs)).get_vocab()
+    same = all(new.pop(token, None) == number for token, number in old.items())
+    if not same or len(new) != dataset.summary().get("added_tokens", 0):
         raise StageError(
             "the data set was tokenized with another tokenizer than the base model's; connect the base to the "
             "tokenize stage too"

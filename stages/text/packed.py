@@ -43,6 +43,11 @@ class PackedSplit:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def take(self, rows: npt.NDArray[np.int64]) -> "PackedSplit":
+        """Some of the rows."""
+        starts, sources = ([values[row] for row in rows] for values in (self.document_starts, self.sources))
+        return PackedSplit(self.input_ids[rows], self.labels[rows], starts, sources)
+
     def position_ids(self, row: int) -> Int32:
         """[sequence_length] positions that restart at 0 with each document: what isolates packed documents."""
         return positions(self.document_starts[row], self.input_ids.shape[1])

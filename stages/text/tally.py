@@ -6,20 +6,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stages.contract import StageError
+from stages.text.template_check import FIXES
 
 SPLITS = ("train", "validation")
 COUNTED = (
     "rows documents pieces tokens prompt_tokens prompt_bytes supervised_tokens supervised_bytes first_tokens"
     " unsupervised_bytes dropped_pieces dropped_tokens truncated_documents truncated_tokens"
 )
+OF_SOURCE = "rows documents tokens supervised_tokens supervised_bytes first_tokens unsupervised_bytes"
 POLICY = {
     "over_long": "longer than stages.tokenize.sequence_length, with stages.tokenize.over_long=drop",
     "answer_cut_off": "nothing to learn within stages.tokenize.sequence_length: the prompt alone fills the row",
 }
 """Reasons that a person has chosen: counted, but no sign of bad rows."""
-BAD = {
-    "no_supervised_tokens": "no token to learn: no assistant turn, or an empty one",
-}
+BAD = {"no_supervised_tokens": "there is no token to learn", **FIXES}
 """Reasons that lie in the rows."""
 LINES_SHOWN = 5
 
@@ -52,7 +52,7 @@ class Tally:
         if total <= share * came:
             return
         lines = [
-            f"  {count:>9,}  {reason}: {BAD.get(reason, 'see the documentation')}; {', '.join(self.first[reason])}"
+            f"  {count:>9,}  {reason}: {BAD.get(reason, 'the chat template refuses it')}; {', '.join(self.first[reason])}"
             for reason, count in sorted(bad.items(), key=lambda item: (-item[1], item[0]))
         ]
         raise StageError(
@@ -89,12 +89,11 @@ class Tally:
     def sources(self, weights: Mapping[str, float]) -> list[dict[str, Any]]:
         """For each source, by name: its weight and what it has in each split."""
         names = sorted({*weights, *(source for split in SPLITS for source in self.counts[split])})
-        units = ("rows", "documents", "tokens", "supervised_tokens")
         return [
             {
                 "name": name,
                 "weight": weights.get(name, 1.0),
-                **{split: {unit: self.counts[split][name][unit] for unit in units} for split in SPLITS},
+                **{split: {unit: self.counts[split][name][unit] for unit in OF_SOURCE.split()} for split in SPLITS},
             }
             for name in names
         ]

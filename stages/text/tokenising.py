@@ -5,37 +5,39 @@ groups of pieces become rows; then rows are cut into shards. Windows and groups 
 memory, whatever the number of blocks.
 
 A document of text is its tokens and one EOS. Prompt and completion are tokenised apart and joined, so that the boundary is
-exact whatever the text; loss is taken on completion and EOS. A chat is what its template makes of it. The first token of a
-piece has no label, since nothing in the row predicts it: when it is text to learn, its bytes are counted apart, so that
-evaluation can charge them and bits per byte stay exact.
+exact whatever the text; loss is taken on completion and EOS. A chat is what its template makes of it.
 """
 
 import functools
+import itertools
 import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow
+import pyarrow.parquet
 
-from stages.contract import StageError
-from stages.text.choices import OverLong, Packing
+from stages.text.choices import ControlStrings, LossOn, OverLong, Packing
 from stages.text.cleaning import FACTS_SCHEMA
-from stages.text.corpus import TRAIN, documents
-from stages.text.packing import Int32, assemble, fitted, pack
-from stages.text.record import CHAT, FIELDS, PREFERENCE, Record
+from stages.text.corpus import TRAIN, records, shards
+from stages.text.packing import assemble, pack
+from stages.text.pieces import Document, Pieces
+from stages.text.record import CHAT, FIELDS, PROMPT_COMPLETION, Record
 from stages.text.shards import Table, shard_name, write_shard
+from stages.text.tally import LINES_SHOWN
 from stages.text.tokenizer import Encoder, train
+from stages.text.turns import chat_of, prose
+
+if TYPE_CHECKING:
+    from stages.text.templates import Chat, Encoded, Template
 
 DOCUMENTS_PER_WINDOW = 2_048
-TOKENS_PER_CHUNK = 1 << 20
-"""A file of pieces ends here, so that a window of books takes no more memory than one of sentences."""
-LINES_SHOWN = 5
 PACKED_SCHEMA = pyarrow.schema(
     [
         *((name, pyarrow.list_(pyarrow.int32())) for name in ("input_ids", "labels", "document_starts")),
@@ -50,96 +52,37 @@ class Settings:
     """What makes tokens of a document."""
 
     tokenizer: Path
+    """Its directory, with the chat template that chats are written in."""
     sequence_length: int
     over_long: OverLong
     packing: Packing
+    as_chat: bool
+    loss_on: LossOn
+    control_strings: ControlStrings
 
 
-@dataclass(frozen=True)
-class Document:
-    """Token ids; for each whether it is to be learned, and its UTF-8 bytes when it stands for text."""
-
-    ids: Int32
-    labelled: npt.NDArray[np.bool_]
-    sizes: Int32
-    prompt_tokens: int
-    prompt_bytes: int
-
-    @classmethod
-    def of(cls, encoder: Encoder, prompt: tuple[Int32, Int32], text: tuple[Int32, Int32]) -> "Document":
-        """Begin token (if the tokenizer has one), prompt, text, EOS."""
-        given = len(encoder.prefix) + len(prompt[0])
-        ids = np.concatenate([encoder.prefix, prompt[0], text[0], np.array([encoder.eos_id], np.int32)])
-        sizes = np.concatenate([np.zeros(given, np.int32), text[1], np.zeros(1, np.int32)])
-        return cls(ids, np.arange(len(ids)) >= given, sizes, len(prompt[0]), int(prompt[1].sum()))
-
-
-class Pieces:
-    """The pieces of one split of one source in a window: written to a file each time that they are many."""
-
-    def __init__(self, directory: Path, stem: str) -> None:
-        self.directory, self.stem = directory, stem
-        self.counts: Counter[str] = Counter()
-        self.chunks: list[dict[str, Any]] = []
-        self._ids: list[Int32] = []
-        self._labelled: list[npt.NDArray[np.bool_]] = []
-        self._tokens = 0
-
-    def add(self, document: Document, sequence_length: int, over_long: OverLong) -> str | None:
-        """Cut a document to size, take the label from each first token, leave out pieces without any label. The reason
-        when nothing of the document stays."""
-        if not document.labelled[1:].any():
-            return "no_supervised_tokens"
-        spans = fitted(len(document.ids), sequence_length, over_long)
-        if not spans:
-            return "over_long"
-        before = len(self._ids)
-        counts: Counter[str] = Counter()
-        for start, end in spans:
-            labelled, sizes = document.labelled[start:end].copy(), document.sizes[start:end]
-            unscored = int(labelled[0])
-            labelled[0] = False
-            if not labelled.any():
-                counts.update(dropped_pieces=1, dropped_tokens=end - start)
-                continue
-            self._ids.append(document.ids[start:end])
-            self._labelled.append(labelled)
-            counts.update(
-                pieces=1,
-                tokens=end - start,
-                supervised_tokens=int(labelled.sum()),
-                supervised_bytes=int(sizes[labelled].sum()),
-                first_tokens=unscored,
-                unsupervised_bytes=unscored * int(sizes[0]),
-            )
-        if len(self._ids) == before:
-            return "answer_cut_off"
-        cut = len(document.ids) - spans[-1][1]
-        counts.update(truncated_documents=int(cut > 0), truncated_tokens=cut)
-        counts.update(documents=1, prompt_tokens=document.prompt_tokens, prompt_bytes=document.prompt_bytes)
-        self.counts.update(counts)
-        self._tokens += counts["tokens"]
-        if self._tokens >= TOKENS_PER_CHUNK:
-            self.flush()
-        return None
-
-    def flush(self) -> None:
-        """Write what has come together as one file of pieces: plain arrays, one behind the other."""
-        if not self._ids:
-            return
-        name = f"{self.stem}-{len(self.chunks):05d}.npz"
-        partial = self.directory / f"{name}.{os.getpid()}.partial"
-        lengths = np.fromiter(map(len, self._ids), np.int64, len(self._ids))
-        with partial.open("wb") as file:
-            np.savez(file, ids=np.concatenate(self._ids), labelled=np.concatenate(self._labelled), lengths=lengths)
-        partial.replace(self.directory / name)
-        self.chunks.append({"name": name, "tokens": self._tokens})
-        self._ids, self._labelled, self._tokens = [], [], 0
-
-
-def train_tokenizer(corpus: Path, vocab_size: int, directory: Path) -> None:
+def train_tokenizer(corpus: Path, vocab_size: int, control_tokens: list[str], directory: Path) -> None:
     """On the training split alone: what a tokenizer saw of the validation text would flatter the model."""
-    train((part for _, *parts in documents(corpus, TRAIN) for part in parts if part), vocab_size, directory)
+    train(
+        (part for record in records(corpus, TRAIN) for part in prose(record)),
+        vocab_size,
+        directory,
+        control_tokens,
+    )
+
+
+def samples(corpus: Path, settings: Settings, count: int) -> "list[Chat]":
+    """The first rows of the training split that the chat template is to write."""
+    if not kinds(corpus) & ({CHAT, PROMPT_COMPLETION} if settings.as_chat else {CHAT}):
+        return []  # found out without reading the texts
+    chats = (chat_of(record, settings.as_chat) for record in records(corpus, TRAIN))
+    return list(itertools.islice((chat for chat in chats if chat is not None), count))
+
+
+def kinds(corpus: Path) -> set[str]:
+    """The kinds of rows that a corpus holds."""
+    columns = (pyarrow.parquet.read_table(shard, columns=["kind"]).column(0) for shard in shards(corpus))
+    return {kind for column in columns for kind in column.unique().to_pylist()}
 
 
 def tokenise_window(
@@ -207,18 +150,24 @@ def write_packed(order: dict[str, Any], packed: dict[str, Table], output: Path) 
     yield pyarrow.table([[json.dumps({"rows": table.num_rows})]], schema=FACTS_SCHEMA)
 
 
-def _documents(records: list[Record], settings: Settings) -> Iterator[Document | str]:
+def _documents(batch: list[Record], settings: Settings) -> Iterator[Document | str]:
     """For each record its tokens, or the reason why there are none."""
+    chats = [chat_of(record, settings.as_chat) for record in batch]
     encoder = _encoder(settings.tokenizer)
+    plain = [record for record, chat in zip(batch, chats, strict=True) if chat is None]
     # A document ends once, also when its text already ends in the words for it.
-    texts = encoder.encode([record.text.removesuffix(encoder.eos) for record in records])
-    prompts = encoder.encode([record.prompt for record in records])
-    for record, prompt, text in zip(records, prompts, texts, strict=True):
-        if record.kind == PREFERENCE:
-            raise StageError(
-                f"row {record.id} is a preference pair, which tokenize cannot use: connect the corpus to the `pair` stage"
-            )
-        yield "chat" if record.kind == CHAT else Document.of(encoder, prompt, text)
+    texts = encoder.encode([record.text.removesuffix(encoder.eos) for record in plain])
+    prompts = encoder.encode([record.prompt for record in plain])
+    templated: Iterator[Encoded] = iter(())
+    if len(plain) < len(batch):
+        template = _template(settings.tokenizer, settings.control_strings)
+        templated = iter(template.encode_batch([chat for chat in chats if chat is not None], settings.loss_on))
+    for chat in chats:
+        if chat is None:
+            yield Document.of(encoder, next(prompts), next(texts))
+        else:
+            encoded = next(templated)
+            yield encoded.reason or Document.of_chat(encoded)
 
 
 def _first(gone: list[tuple[str, str]]) -> dict[str, list[str]]:
@@ -233,6 +182,13 @@ def _first(gone: list[tuple[str, str]]) -> dict[str, list[str]]:
 @functools.cache
 def _encoder(directory: Path) -> Encoder:
     return Encoder.load(directory)
+
+
+@functools.cache
+def _template(directory: Path, control_strings: ControlStrings) -> "Template":
+    from stages.text.templates import Template
+
+    return Template.load(directory, None, control_strings)
 
 
 def _lists(values: npt.NDArray[np.int32], counts: npt.NDArray[np.int64]) -> pyarrow.ListArray:

@@ -3,14 +3,14 @@ packing, because a base model's tokenizer comes with habits (begin token, byte a
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stages.contract import StageError
 
@@ -21,6 +21,7 @@ FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -30,14 +31,15 @@ FILES = (
 Int32 = npt.NDArray[np.int32]
 
 
-def train(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
-    """Train a byte-level BPE (no unknown token: all 256 bytes are in it) and save it so that AutoTokenizer loads it."""
+def train(texts: Iterable[str], vocab_size: int, directory: Path, control_tokens: Sequence[str] = ()) -> None:
+    """Train a byte-level BPE (no unknown token: all 256 bytes are in it) and save it so that AutoTokenizer loads it. EOS and
+    `control_tokens` are among its `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *control_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -58,9 +60,22 @@ def take_over(base: Path, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if (base / name).is_file():
+            (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, directory / name)
     if not (directory / "tokenizer_config.json").exists():
         raise StageError("the base model has no tokenizer_config.json; save it again with its tokenizer")
+
+
+def extend(directory: Path, tokens: Sequence[str], control_tokens: Sequence[str]) -> int:
+    """Add tokens to a saved tokenizer, behind those that it has: words, and control tokens (which no text becomes). How many
+    are new; what it had already keeps its id."""
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    before = tokenizer.get_vocab_size(with_added_tokens=True)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control_tokens])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    tokenizer.save(str(path))
+    return tokenizer.get_vocab_size(with_added_tokens=True) - before
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ has read the training text. Apart, because they are plain counting and need no m
 import lzma
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +29,27 @@ def unigram_nats(train: PackedSplit, validation: PackedSplit, vocab_size: int) -
     return float(-log_probabilities[predicted_tokens(validation)].sum())
 
 
-def primed_lzma_bytes(train: Iterable[str], validation: Iterable[str], limit: int) -> tuple[int, int]:
-    """(bytes that the validation text adds to the compressed training text, bytes of training text that were read).
+@dataclass(frozen=True)
+class Compressed:
+    """What a compressor made of a text after it had read another."""
+
+    added: int
+    """Bytes that the text adds to the compressed primer."""
+    text: int
+    """UTF-8 bytes of the text."""
+    primer: int
+    """Bytes of training text that were read."""
+
+
+def primed_lzma_bytes(train: Iterable[str], validation: Iterable[str], limit: int) -> Compressed:
+    """Compress the training text with and without the validation text behind it.
 
     Training text beyond `limit` bytes is left out, from its end. The dictionary holds everything that was read.
     """
     primer = _joined(train)[:limit]
-    text = _joined(validation)
-    return _compressed(primer + text) - _compressed(primer), len(primer)
+    documents = [document.encode() + SEPARATOR for document in validation]
+    text = b"".join(documents)
+    return Compressed(_compressed(primer + text) - _compressed(primer), len(text) - len(documents), len(primer))
 
 
 def _joined(documents: Iterable[str]) -> bytes:

@@ -23,21 +23,27 @@ GOLDEN_TOKENS = 16
 GOLDEN_TOP = 5
 
 
-def export(model: Any, job: Job, summary: dict[str, Any], *, eos_token_id: int, probe: np.ndarray[Any, Any]) -> None:
+def export(
+    model: Any, job: Job, summary: dict[str, Any], *, stop_token_ids: Sequence[int], probe: np.ndarray[Any, Any]
+) -> None:
     """Write `job.work / "export"` afresh. StageError unless the reloaded model's logits on `probe` (ids [1, length])
-    equal those in memory exactly."""
+    equal those in memory exactly, and it stops at every token that it was taught to end with."""
     directory = job.work / "export"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     model.eval()
-    settle_generation(model, eos_token_id)
+    settle_generation(model, stop_token_ids)
     model.save_pretrained(directory)
-    for file in sorted((job.dataset / "tokenizer").iterdir()):
-        shutil.copyfile(file, directory / file.name)
+    shutil.copytree(job.dataset / "tokenizer", directory, dirs_exist_ok=True)
     reloaded = models.load(directory)
     found = difference(model, reloaded, torch.from_numpy(probe.astype(np.int64)))
     if found != 0:
         raise StageError(f"{directory}: reloaded logits differ by {found:.3g} from those in memory, wanted exactly 0")
+    unknown = set(stop_token_ids) - set(stop_tokens(reloaded))
+    if unknown:
+        raise StageError(
+            f"{directory}: the reloaded model does not stop at {sorted(unknown)}, with which its texts end"
+        )
     write_golden(directory, reloaded, job.golden_prompts)
     facts = {"architecture": type(model).__name__, "parameters": models.parameters(model)}
     Checkpoint.write(directory, summary | facts | {"vocab_size": model.config.vocab_size})
@@ -46,8 +52,8 @@ def export(model: Any, job: Job, summary: dict[str, Any], *, eos_token_id: int, 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def settle_generation(model: Any, eos_token_id: int | None = None) -> None:
-    """Make the model stop at `eos_token_id`, the token that ends the training documents, besides where it stopped before.
+def settle_generation(model: Any, stop_token_ids: Sequence[int] = ()) -> None:
+    """Make the model stop at `stop_token_ids`, which end training documents and turns, besides where it stopped before.
 
     Sampling flags beside greedy decoding are dropped: the library refuses to save them, which would lose a trained model
     at the very end.
@@ -55,8 +61,7 @@ def settle_generation(model: Any, eos_token_id: int | None = None) -> None:
     settings = model.generation_config or transformers.GenerationConfig()
     known = settings.eos_token_id if settings.eos_token_id is not None else model.config.eos_token_id
     stops = [] if known is None else list(known) if isinstance(known, list | tuple) else [known]
-    if eos_token_id is not None:
-        stops = [eos_token_id, *(token for token in stops if token != eos_token_id)]
+    stops = [*stop_token_ids, *(token for token in stops if token not in stop_token_ids)]
     settings.eos_token_id = None if not stops else stops[0] if len(stops) == 1 else stops
     if settings.pad_token_id is None and stops:
         settings.pad_token_id = stops[0]

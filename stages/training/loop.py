@@ -215,7 +215,8 @@ class Training:
         if self.sampler.sources:
             summary["sources"] = self._realised()
         probe = self.validation.input_ids[:1, :128]
-        export(self.model, self.job, summary, eos_token_id=self.facts["eos_token_id"], probe=probe)
+        stops = self.facts.get("stop_token_ids", [self.facts["eos_token_id"]])
+        export(self.model, self.job, summary, stop_token_ids=stops, probe=probe)
 
     def _realised(self) -> dict[str, dict[str, float]]:
         """What training drew from each source of a mix: rows, their share of all rows, passes over the source."""
@@ -234,6 +235,8 @@ def _model(job: Job, facts: dict[str, Any], sequence_length: int) -> Any:
     vocabulary = facts["vocab_size"]
     if job.base is not None:
         loaded = model.load(job.base)
+        if facts.get("added_tokens"):
+            model.widen(loaded, vocabulary)
         if loaded.config.vocab_size < vocabulary:
             raise StageError(
                 f"the data set's tokenizer has {vocabulary} tokens, the base model {loaded.config.vocab_size}; "

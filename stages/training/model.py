@@ -53,6 +53,20 @@ def load(directory: Path) -> Any:
     return model.eval()
 
 
+def widen(model: Any, vocab_size: int) -> None:
+    """Make room for tokens that were added to the tokenizer: each begins as the mean of those that the model knows. Nothing
+    changes when there is room already."""
+    known = model.get_input_embeddings().num_embeddings
+    if known >= vocab_size:
+        return
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for values in (layer.weight, getattr(layer, "bias", None)):
+                if values is not None:
+                    values[known:] = values[:known].mean(dim=0)
+
+
 def parameters(model: Any) -> int:
     """Trainable numbers, shared ones counted once."""
     return sum(p.numel() for p in model.parameters())

@@ -3,18 +3,17 @@
 import json
 import lzma
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
 
-from stages.artifacts import Checkpoint
+from stages.artifacts import Checkpoint, TokenDataset
 from stages.contract import Executor, ResourcesUnavailable, StageError
 from stages.evaluate import EvaluateConfig, EvaluateResources, evaluate, table
 from stages.text.corpus import documents
@@ -161,10 +160,12 @@ def test_prompts_of_prompt_rows_are_asked_and_not_charged(tmp_path, trained):
 
 
 def test_an_empty_validation_split_is_named(tmp_path, data, trained):
-    empty = replace(question(data, trained), corpus=tmp_path)
-    (tmp_path / "rows").mkdir()
-    columns = {name: ["x"] for name in ("id", "source", "prompt", "text")} | {"split": ["train"]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows" / "part-00000.parquet")
+    dataset = tmp_path / "dataset"
+    shutil.copytree(data[0].local(), dataset)
+    facts = data[0].summary()
+    facts["validation"] |= {"supervised_bytes": 0, "unsupervised_bytes": 0}
+    TokenDataset.write(dataset, facts)
+    empty = replace(question(data, trained), dataset=dataset)
     with pytest.raises(StageError, match="0 bytes of text, so nothing can be measured"):
         score(empty)
 

@@ -59,7 +59,10 @@ def dataset(root: Path, *, rows: int = 24, prompts: bool = False) -> tuple[Token
                 columns[name].append(value)
             documents.append((made.encode(prompt).ids if prompt else [], [*made.encode(text).ids, eos]))
         summary[split] = _write(root / "dataset" / split, _pack(documents, eos))
-        summary[split] |= {"documents": count, "first_tokens": _first_tokens(documents)}
+        first = _first_tokens(documents)  # of one byte each; all but EOS are text
+        text_bytes = sum(len(text) - 1 for _, text in documents)
+        summary[split] |= {"documents": count, "first_tokens": first, "unsupervised_bytes": first}
+        summary[split] |= {"supervised_bytes": text_bytes - first}
     order = sorted(range(len(columns["id"])), key=lambda i: columns["id"][i])
     (root / "corpus" / "rows").mkdir(parents=True)
     table = pyarrow.table({name: [values[i] for i in order] for name, values in columns.items()})
