@@ -109,9 +109,9 @@ def test_an_ngram_takes_ten_bytes_and_the_index_travels_between_processes() -> N
 
 
 def test_a_config_without_evaluation_sets_or_with_single_words_is_refused() -> None:
-    with pytest.raises(ValueError, match="decontamination.tasks is empty"):
+    with pytest.raises(ValueError, match=r"decontamination\.tasks is empty"):
         Decontamination()
-    with pytest.raises(ValueError, match="decontamination.ngram must be at least 2"):
+    with pytest.raises(ValueError, match=r"decontamination\.ngram must be at least 2"):
         Decontamination(tasks={"quiz": "quiz.jsonl"}, ngram=1)
-    with pytest.raises(ValueError, match="decontamination.max_overlap"):
+    with pytest.raises(ValueError, match=r"decontamination\.max_overlap"):
         Decontamination(tasks={"quiz": "quiz.jsonl"}, max_overlap=13)
