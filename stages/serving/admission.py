@@ -4,6 +4,7 @@ need the model (context length, chat template, vocabulary), and they must refuse
 from stages.serving.generate import Sampling
 from stages.serving.model import LoadedModel
 from stages.serving.protocol import ApiError, ChatRequest, CompletionRequest, Request
+from stages.text.rendering import ChatRefused
 
 
 def tokenize(loaded: LoadedModel, request: Request) -> list[list[int]]:
@@ -26,17 +27,15 @@ def tokenize(loaded: LoadedModel, request: Request) -> list[list[int]]:
 
 
 def _apply_template(loaded: LoadedModel, request: ChatRequest) -> list[int]:
-    if not loaded.has_chat_template:
+    """In the very tokens of training. Control tokens that a client typed are text."""
+    if loaded.template is None:
         message = "this model has no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    renamed = {} if "developer" in str(loaded.tokenizer.chat_template) else {"developer": "system"}
-    messages = [{"role": renamed.get(part.role, part.role), "content": part.text()} for part in request.messages]
     try:
-        text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template refuses an order of roles by raising from inside jinja
-        raise ApiError(400, "the model's chat template refuses these messages", param="messages") from error
-    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+        return loaded.template.prompt_ids([{"role": part.role, "content": part.text()} for part in request.messages])
+    except ChatRefused as refusal:
+        message = f"the model's chat template refuses these messages ({refusal.reason})"
+        raise ApiError(400, message, param="messages") from refusal
 
 
 def make_sampling(loaded: LoadedModel, request: Request, prompt_tokens: int, cap: int | None, param: str) -> Sampling:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from stages.contract import StageError
+from stages.text.templates import Template
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,14 @@ class LoadedModel:
     """Ids that end an answer: those of the generation config and the tokenizer's."""
     start_id: int | None
     """Stands for an empty prompt: the beginning-of-sequence token, else the end-of-sequence token."""
+    template: Template | None
+    """Makes tokens of a chat, as it did in training; None: the model has none."""
 
     @property
     def backend(self) -> Tokenizer:
         backend: Tokenizer = self.tokenizer.backend_tokenizer
         return backend
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self.tokenizer.chat_template)
 
 
 def load_model(directory: Path) -> LoadedModel:
@@ -74,7 +74,8 @@ def load_model(directory: Path) -> LoadedModel:
     eos_ids = frozenset(_ids(model.generation_config.eos_token_id)) | frozenset(_ids(tokenizer.eos_token_id))
     start_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     vocab_size = int(model.get_input_embeddings().num_embeddings)
-    return LoadedModel(model, tokenizer, int(context_length), vocab_size, eos_ids, start_id)
+    template = Template.of_model(directory)
+    return LoadedModel(model, tokenizer, int(context_length), vocab_size, eos_ids, start_id, template)
 
 
 def _ids(value: int | Iterable[int] | None) -> list[int]:
