@@ -18,10 +18,11 @@ from pipelines import fingerprint as fp
 from pipelines import room
 from pipelines.config import ROOT, AppConfig, plain
 from pipelines.console import StageLine
+from pipelines.datasets import OUTPUT
 from pipelines.digests import sha256_text
 from pipelines.journal import Run
 from pipelines.lease import Lease
-from pipelines.plan import Step
+from pipelines.plan import Step, artifact
 from pipelines.pool import STOP_GRACE_S, TIMEOUT_GRACE_S, converse
 from pipelines.recorder import Pruned, Recorder
 from pipelines.schedule import Share, Stopped
@@ -53,6 +54,8 @@ class Attempt:
     """1 for the first, one more for each retry."""
     begun: float = 0.0
     """When the stage's function was called (monotonic seconds)."""
+    about: tuple[Any, ...] = ()
+    """Numbers and columns of the rows that it made."""
 
     def run(self, parent: Run, lease: Lease) -> Record:
         """Execute the step under its lease and publish what it made. Raises what the stage raised."""
@@ -136,6 +139,8 @@ class Attempt:
     def _tell_mlflow(self, child: Run, record: Record, commit: dict[str, str]) -> None:
         """The result is published: what goes wrong here makes nothing of it untrue, and another attempt would find it made."""
         try:
+            if self.about:
+                child.log_dataset(self.step.name, artifact(self.step, record, self.store), OUTPUT, *self.about)
             child.set_tags({"raykeel.digest": record.digest, **{f"git.{k}": v for k, v in commit.items() if v}})
             for name in (MANIFEST, "summary.json"):
                 child.log_text((self.store.bucket.get(f"objects/{record.digest}/{name}") or b"").decode(), name.lower())
@@ -178,6 +183,7 @@ class Attempt:
             "metrics": recorder.log_metrics,
             "dataset": recorder.log_dataset,
             "text": recorder.log_text,
+            "described": self._keep_in_mind,
             "registry": answer,
             "waiting": watch.told,
             "begun": self._begin_to_count,
@@ -190,6 +196,10 @@ class Attempt:
             raise
         self.session.pool.give_back(worker)
         return deposit
+
+    def _keep_in_mind(self, *about: Any) -> None:
+        """MLflow is told of a data set when it is published."""
+        self.about = about
 
     def _begin_to_count(self) -> None:
         """A stage's seconds are its own: not those in which its worker started or Ray was waited for."""

@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,10 +83,18 @@ class Run:
         when = int(at * 1000) if at else _now_ms()
         self._put({"op": "metrics", "points": [[key, float(value), when, step or 0] for key, value in metrics.items()]})
 
-    def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
+    def log_dataset(
+        self,
+        name: str,
+        artifact: Artifact,
+        context: str,
+        profile: Mapping[str, float],
+        columns: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """`columns`: its schema as MLflow writes it (`pipelines/datasets.py`)."""
         digest = artifact.digest[:DATASET_DIGEST_LIMIT]
         facts = {"name": name, "digest": digest, "uri": artifact.uri, "context": context, "profile": dict(profile)}
-        self._put({"op": "dataset", **facts})
+        self._put({"op": "dataset", **facts, "columns": list(columns)})
 
     def log_text(self, text: str, path: str) -> None:
         self._put({"op": "text", "text": text, "path": path})

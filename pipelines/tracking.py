@@ -266,9 +266,9 @@ class Sender:
         dataset = Dataset(
             name=line["name"],
             digest=line["digest"],
-            source_type="local",
+            source_type="local" if line["uri"].startswith("file:") else line["uri"].partition(":")[0],
             source=json.dumps({"uri": line["uri"]}),
-            schema=None,
+            schema=json.dumps({"mlflow_colspec": line["columns"]}) if line.get("columns") else None,
             profile=json.dumps(line["profile"]),
         )
         context = InputTag("mlflow.data.context", line["context"])

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pipelines import signs
+from pipelines import datasets, signs
 from pipelines.config import AppConfig, ClusterMode
 from pipelines.store import Deposit, IntegrityError, Store
 from stages.artifacts import Artifact, ArtifactError, DamagedArtifact
@@ -37,7 +37,7 @@ REGISTRY_CALLS = ("find", "register", "alias", "set_alias", "resolve")
 """The only messages that wait for an answer."""
 
 Emit = signs.Emit
-"""`emit(kind, *arguments)`: progress, headline, metrics, dataset, text, and registry, whose answer it returns."""
+"""`emit(kind, *arguments)`: progress, headline, metrics, dataset, text, described, and registry, whose answer it returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,8 @@ def execute(job: Job, emit: Emit) -> Deposit:
     with signs.arriving(emit, job.inputs.values()) as heard:
         made = STAGES[type(job.cfg)].function(job.cfg, context(job, heard), **job.inputs)
     validate(job, made)
+    if datasets.is_dataset(type(made)):
+        emit("described", datasets.profile(made.summary()), datasets.columns(made))
     emit("made")
     store = Store.open(job.app)
     with signs.moving(emit, 1.0, "storing"):
@@ -117,7 +119,9 @@ class _Tracker:
         self._emit("metrics", {name: float(value) for name, value in metrics.items()}, step, at or time.time())
 
     def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
-        self._emit("dataset", name, artifact, context, {key: float(value) for key, value in profile.items()})
+        """Without a profile: all numbers of the artifact's own summary."""
+        facts = dict(profile) or datasets.profile(artifact.summary())
+        self._emit("dataset", name, artifact, context, facts, datasets.columns(artifact))
 
     def log_text(self, text: str, path: str) -> None:
         self._emit("text", text, path)

@@ -107,7 +107,8 @@ class Tracker(Protocol):
         """Numbers at a step; `at` is Unix time in seconds (default: now)."""
 
     def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
-        """An input data set: shown by MLflow with its digest and profile. `context` is "training", "validation", ..."""
+        """An input data set: shown by MLflow with its digest, columns and profile (empty: all numbers of its own summary).
+        `context` is "training", "validation", ... What a stage makes is told without its doing."""
 
     def log_text(self, text: str, path: str) -> None:
         """A small text file among the attempt's artifacts."""
