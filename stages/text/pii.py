@@ -75,6 +75,9 @@ _TOKEN = re.compile(
 )
 _JWT = re.compile(r"(?<![\w.-])(eyJ[\w-]{10,})\.eyJ[\w-]{4,}\.[\w-]*(?![\w-])")
 
+_DECIMAL = re.compile(r"[+＋]?\d{4,}\.\d+(?![.\d])")
+"""+35236450.6 begins like a number in Luxembourg; a country's code has three digits at most."""
+
 
 class Masker:
     """All kinds that one config asks for."""
@@ -115,6 +118,8 @@ class Masker:
                 # Of numbers without a country the digits must also be grouped as that country does it.
                 leniency = Leniency.STRICT_GROUPING if region else Leniency.VALID
                 for match in PhoneNumberMatcher(line, region or "ZZ", leniency):
+                    if _DECIMAL.match(line, match.start):
+                        continue
                     counts["PHONE"] += 1
                     yield line[end : match.start] + "<PHONE>"
                     end = match.end

@@ -115,7 +115,8 @@ def _gopher(cfg: Gopher, text: str, words: list[str]) -> str | None:
         return "gopher_short_words"
     if length > cfg.max_mean_word_length:
         return "gopher_long_words"
-    symbols = cfg.max_symbols_per_word * len(words)
+    counted = len(words if cfg.count_punctuation else spoken)
+    symbols = cfg.max_symbols_per_word * counted
     if text.count("#") > symbols:
         return "gopher_hashes"
     if text.count("...") + text.count("…") > symbols:
@@ -126,7 +127,7 @@ def _gopher(cfg: Gopher, text: str, words: list[str]) -> str | None:
     if sum(line.rstrip().endswith(("...", "…")) for line in lines) / len(lines) > cfg.max_ellipsis_lines:
         return "gopher_ellipsis_lines"
     letters = sum(word.isalpha() or _LETTER.search(word) is not None for word in spoken)
-    if letters / len(words) < cfg.min_alphabetic_words:
+    if letters / counted < cfg.min_alphabetic_words:
         return "gopher_few_letters"
     if cfg.min_stop_words and len(set(cfg.stop_words).intersection(words)) < cfg.min_stop_words:
         return "gopher_stop_words"

@@ -191,6 +191,15 @@ def test_every_reason_is_explained_with_the_threshold_that_loosens_it() -> None:
     assert cases <= set(reasons(Quality()))
 
 
+def test_punctuation_is_counted_among_words_or_not() -> None:
+    text = " ".join(f"{word}(), " for word in U[:60]) + "the of"  # 62 words with letters, 180 marks
+    assert only(gopher=Gopher()).reason(text) == "gopher_few_letters"
+    assert only(gopher=Gopher(count_punctuation=False)).reason(text) is None
+    hashes = some(48) + " the of" + " #" * 6  # 6 of 56 or of 50
+    assert only(gopher=Gopher(max_symbols_per_word=0.11)).reason(hashes) is None
+    assert only(gopher=Gopher(max_symbols_per_word=0.11, count_punctuation=False)).reason(hashes) == "gopher_hashes"
+
+
 def test_a_group_that_is_null_and_a_rule_that_is_wide_open_refuse_nothing() -> None:
     assert only(repetition=Repetition(duplicate_ngrams={}, top_ngrams={})).reason("yes " * 100) is None
     assert only(gopher=Gopher(min_stop_words=0)).reason(some(60)) is None
