@@ -130,9 +130,14 @@ class Renderer:
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         arguments = function.get("arguments", {})
-        if isinstance(arguments, str) and not self.traits.arguments_as_text:
-            arguments = json.loads(arguments or "{}")
-        elif not isinstance(arguments, str) and self.traits.arguments_as_text:
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise ChatRefused("arguments_not_json") from error
+        if not isinstance(arguments, dict):
+            raise ChatRefused("arguments_not_json")
+        if self.traits.arguments_as_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 20
 FIXES = {
+    "arguments_not_json": "the arguments of a call must be a JSON object, or one written as text",
     "answer_altered": "the template changes what the assistant says; bring another template",
     "answer_unmarked": "the template's {% generation %} marks leave out turns of the assistant; take the marks out",
     "answer_within_token": "the tokenizer joins the template's words with the answer's; end the template's with a control token",
@@ -58,15 +59,17 @@ def check(template: "Template", chats: Sequence["Chat"], loss_on: LossOn) -> dic
 
 
 def _endless(template: "Template") -> str:
-    written = (template.renderer.traits.written_out or "").strip()
-    token = re.match(r"\S+", written)
+    behind = template.renderer.traits.behind
+    if behind is None:
+        return f"the chat template does not write what the assistant says ({FIXES['answer_altered']})"
+    token = re.match(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])", behind)
     if token is None:
         return (
             "the chat template ends turns of the assistant with no token, so a model would never learn to stop; write "
             "eos_token behind them, or set stages.tokenize.chat_template to a built-in one (zephyr fits every tokenizer)"
         )
     return (
-        f"the chat template ends turns of the assistant with {token[0][:40]!r}, which is no control token of this tokenizer, so "
+        f"the chat template ends turns of the assistant with {token[1][:40]!r}, which is no control token of this tokenizer, so "
         "a model could not stop there; add it (stages.tokenize.add_control_tokens), or set stages.tokenize.chat_template to a built-in "
         "one (zephyr fits every tokenizer)"
     )

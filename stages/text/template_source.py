@@ -65,7 +65,7 @@ def settled(text: str, origin: str) -> str:
     for name in RANDOM:
         if name in names:
             raise StageError(f"{origin}: the chat template uses {name!r}: equal chats would differ; take it out")
-    if "strftime_now" not in names:
+    if "strftime_now" not in names or any(macro.name == "strftime_now" for macro in tree.find_all(jinja2.nodes.Macro)):
         return text
     known: dict[str, str] = {}
     for call in tree.find_all(jinja2.nodes.Call):

@@ -42,8 +42,8 @@ class Traits:
     """The template wants the arguments of a call as JSON text, not as an object."""
     endings: tuple[str, ...]
     """Control tokens that end an assistant's turn. Empty: the turns have no end, and no model can learn to stop."""
-    written_out: str | None
-    """What follows an answer instead, when it is text."""
+    behind: str | None
+    """What follows an answer. None: the answer itself is not found, the template writes something else."""
 
 
 def find(render: Render, control: re.Pattern[str]) -> Traits:
@@ -58,12 +58,14 @@ def find(render: Render, control: re.Pattern[str]) -> Traits:
         calls=calls,
         arguments_as_text=as_text,
         endings=endings if ended else (),
-        written_out=None if ended else rest,
+        behind=rest,
     )
 
 
-def _plain_ending(text: str, control: re.Pattern[str]) -> tuple[str | None, str]:
+def _plain_ending(text: str, control: re.Pattern[str]) -> tuple[str | None, str | None]:
     """The control token right behind an answer, and all that stands between the answer and the next turn's words."""
+    if "answerword" not in text:
+        return None, None
     between = text.partition("answerword")[2].partition("laterword")[0]
     found = control.match(between, len(between) - len(between.lstrip()))
     return (found[0] if found else None), between

@@ -137,12 +137,12 @@ class Template:
             labelled = np.ones(len(places.ids), np.bool_)
         else:
             if not self.renderer.traits.endings:
-                raise Unmaskable("turn_without_end")
+                raise Unmaskable("turn_without_end" if self.renderer.traits.behind is not None else "answer_altered")
             wanted = draft.answers if loss_on is LossOn.assistant else draft.answers[-1:]
             if not wanted:
                 raise Unmaskable("no_answer")
             labelled = mask(places, wanted, frozenset(self.renderer.traits.endings), draft.generated)
-        sizes = self._sizes(draft, places.ids, encoding if places.ids is ids else None)
+        sizes = self._sizes(draft, places, encoding if places.ids is ids else None)
         begin = self._begin(places.ids)
         if len(begin):
             zeros = np.zeros(len(begin), np.int32)
@@ -200,11 +200,11 @@ class Template:
         """Bytes of a byte-level token are those of its letters, unless the text is changed before it is cut."""
         return self.bytes_of_id is None or self.tokenizer.normalizer is not None
 
-    def _sizes(self, draft: Draft, ids: Int32, encoding: Encoding | None) -> Int32:
-        """A token's bytes reach from where the one before it ended. `encoding`: that of the whole text, if it is in one part."""
-        control = self.renderer.control.is_control[ids]
+    def _sizes(self, draft: Draft, places: Places, encoding: Encoding | None) -> Int32:
+        """A token's bytes reach from where the one before it ended; what no token covers goes to the next one, or before a
+        border to the last. `encoding`: that of the whole text, if it is in one part."""
         if not self._by_offsets and self.bytes_of_id is not None:
-            sizes = self.bytes_of_id[ids]
+            sizes = self.bytes_of_id[places.ids]
         else:
             if encoding is None:
                 ends = ends_of_segments(self.tokenizer, segments(draft.text, draft.as_text))
@@ -213,6 +213,9 @@ class Template:
             code = np.frombuffer(draft.text.encode("utf-32-le"), np.uint32)
             before = np.append(0, np.cumsum(1 + (code > 0x7F) + (code > 0x7FF) + (code > 0xFFFF)))
             reached = before[np.maximum.accumulate(np.array([0, *ends], np.int64))]
+            for place, token in places.known.items():
+                reached[token] = before[place]
+            reached[places.at] = before[[start for start, _ in draft.controls]]
             sizes = (reached[1:] - reached[:-1]).astype(np.int32)
-        sizes[control] = 0
+        sizes[places.at] = 0
         return sizes

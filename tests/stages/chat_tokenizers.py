@@ -118,7 +118,7 @@ def save_tokenizer(directory: Path, kind: str, family: str, template: str | None
 
 def _untrained(kind: str, special: list[str]) -> Tokenizer:
     draw = random.Random(0)
-    lines = [" ".join(draw.choices(WORDS, k=12)) + "\n" for _ in range(300)]
+    lines = [" ".join(draw.choices(WORDS, k=12)) + "\n" * draw.randint(1, 3) for _ in range(300)]
     if kind == "byte_level":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
