@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines import composed
+from pipelines import composed, groups
 from pipelines.axes import SweepConfig
 from pipelines.mistakes import ConfigError, did_you_mean, explain, refuse_the_word_none, reject_unknown_keys
 from stages.contract import STAGES, StageConfig
@@ -255,7 +255,9 @@ def compose_node(overrides: list[str], conf: str | None = None) -> Any:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            node = hydra.compose("config", overrides=overrides)
+            plain_overrides, inside = groups.split(overrides)
+            node = hydra.compose("config", overrides=plain_overrides)
+            groups.apply(node, inside)
         reject_unknown_keys(node, "")
         return node
     except (HydraException, OmegaConfBaseException) as error:

@@ -8,14 +8,16 @@ output together: what stays, and why the rest leaves.
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Corpus, Rows
-from stages.contract import Context, StageConfig, StageError, TaskResources, stage
-from stages.text.curation import NearDuplicates
+from stages.contract import Context, Resolver, StageConfig, StageError, TaskResources, stage
+from stages.text.curation import Decontamination, Language, NearDuplicates, Pii, Quality, UnicodeRepair
 
 if TYPE_CHECKING:
     from stages.text.duplicates import Found
@@ -30,8 +32,7 @@ BEFORE = {
     "exact_duplicate": "the same row, byte for byte, stands earlier",
     "duplicate": "the same row, after normalisation, stands earlier",
 }
-AFTER = {"near_duplicate": "nearly the same row stands earlier (stages.clean.near_duplicates)"}
-"""Reasons in the order in which they are asked, before and after the rules for prose."""
+"""Reasons that every row is asked for, in this order."""
 
 
 @dataclass(kw_only=True)
@@ -47,10 +48,22 @@ class CleanResources(TaskResources):
             raise ValueError(f"resources.blocks must be at least 1, got {self.blocks}")
 
 
+class Kind(Enum):
+    """What a row is, as `stages.text.record` names it."""
+
+    text = "text"
+    prompt_completion = "prompt_completion"
+    chat = "chat"
+    preference = "preference"
+
+
 @dataclass(kw_only=True)
 class CleanConfig(StageConfig):
-    """Normalisation, limits, deduplication and split."""
+    """Repair, normalisation, limits, deduplication, quality, language, decontamination, personal data and split, in this order
+    of fields. Each step that may be null is optional."""
 
+    unicode_repair: UnicodeRepair | None = None
+    """Undo what broken encoders did. Null: texts stay as they are."""
     normalise: bool = True
     """Rows of text and of prompt and completion are written in normal form: NFC, line ends as newlines, no control
     characters, no white space at line ends, at most one blank line in a row. False: they stay byte for byte; duplicates are
@@ -62,8 +75,18 @@ class CleanConfig(StageConfig):
     validation_fraction: float = 0.05
     """Share of the rows that training never sees (0 to 1, exclusive). A row's side follows from its content alone, so it
     never changes when other rows come or go."""
+    prose_kinds: list[Kind] = field(default_factory=lambda: [Kind.text])
+    """Kinds of rows that quality and language are asked of. Chats and preferences break the rules for prose for no fault."""
+    quality: Quality | None = None
+    """Rules for prose. Null: none."""
+    language: Language | None = None
+    """Language identification. Null: languages are not told."""
     near_duplicates: NearDuplicates | None = None
-    """Rows that are nearly the same. Null: not looked for."""
+    """Rows that are nearly the same, of any kind. Null: not looked for; the split is by content alone."""
+    decontamination: Decontamination | None = None
+    """Rows of any kind that hold parts of evaluation sets leave. Null: not looked for."""
+    pii: Pii | None = None
+    """Masks for personal data and secrets in rows of any kind, also in what messages say and tool calls pass. Null: none."""
     examples_per_reason: int = 0
     """So many rows that left are shown for each reason, with their text, in dropped/examples.jsonl. 0: no text is shown."""
     resources: CleanResources = field(default_factory=CleanResources)
@@ -78,11 +101,24 @@ class CleanConfig(StageConfig):
             )
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        if (self.quality or self.language) and not self.prose_kinds:
+            raise ValueError("prose_kinds is empty: name a kind (text, ...) or set quality and language to null")
         if self.examples_per_reason < 0:
             raise ValueError(f"examples_per_reason must be at least 0, got {self.examples_per_reason}")
 
 
-@stage(libraries=("pyarrow",), ray=True)
+def _sources(cfg: CleanConfig, resolver: Resolver) -> Mapping[str, str]:
+    """Content of the evaluation sets: moving or renaming their files re-runs nothing."""
+    from stages.text.files import find
+
+    return {
+        f"decontamination.{task}.{number}": file.identity if file.key else resolver.path(Path(file.where))
+        for task, path in (cfg.decontamination.tasks.items() if cfg.decontamination else ())
+        for number, file in enumerate(find(path).files)
+    }
+
+
+@stage(libraries=("pyarrow", "ftfy", "py3langid", "phonenumbers"), ray=True, sources=_sources)
 def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     """Repair, filter, remove duplicates and split."""
     from stages.text.corpus import shards
@@ -100,10 +136,10 @@ def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     judged = Table.of(sorted(scratch.glob("part-*")))
     tally = _write(judged, found, cfg, ctx)
 
-    reasons = BEFORE | AFTER
+    reasons = _reasons(cfg)
     _refuse_empty(tally, reasons, cfg.validation_fraction)
     _refuse_overlap(found)
-    write_examples(judged, tally.seen, reasons, ctx.output / "dropped")
+    write_examples(judged, tally.seen, reasons, ctx.output / "dropped", cfg.pii)
     shutil.rmtree(scratch)
     remove_partial(ctx.output)
     _report(tally, reasons, found, rows, ctx)
@@ -113,8 +149,42 @@ def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
 def _steps(cfg: CleanConfig) -> "Steps":
     from stages.text.judging import Steps
 
-    names = ("normalise", "min_characters", "max_characters", "near_duplicates")
-    return Steps(**{name: getattr(cfg, name) for name in names})
+    sets, index = cfg.decontamination, None
+    if sets is not None:
+        from stages.text import evaluation_sets
+
+        index = evaluation_sets.index(sets.tasks, sets.ngram)
+    return Steps(
+        unicode_repair=cfg.unicode_repair,
+        normalise=cfg.normalise,
+        min_characters=cfg.min_characters,
+        max_characters=cfg.max_characters,
+        prose_kinds=frozenset(kind.value for kind in cfg.prose_kinds),
+        quality=cfg.quality,
+        language=cfg.language,
+        near_duplicates=cfg.near_duplicates,
+        evaluation_sets=index,
+        max_overlap=sets.max_overlap if sets else 0.0,
+        pii=cfg.pii,
+    )
+
+
+def _reasons(cfg: CleanConfig) -> dict[str, str]:
+    """Reason -> the rule in words, in the order in which they are asked."""
+    found = dict(BEFORE)
+    if cfg.quality is not None:
+        from stages.text.quality import reasons
+
+        found |= {reason: f"{words} (stages.clean.quality)" for reason, words in reasons(cfg.quality).items()}
+    if cfg.language is not None:
+        from stages.text.language import REASONS
+
+        found |= {reason: f"{words} (stages.clean.language)" for reason, words in REASONS.items()}
+    if cfg.near_duplicates is not None:
+        found["near_duplicate"] = "nearly the same row stands earlier (stages.clean.near_duplicates)"
+    if cfg.decontamination is not None:
+        found["contaminated"] = "holds part of an evaluation set (stages.clean.decontamination)"
+    return found
 
 
 def _judge(table: "Table", steps: "Steps", scratch: Path, resources: CleanResources) -> list[object]:
@@ -169,6 +239,8 @@ def _report(tally: "Tally", reasons: dict[str, str], found: "Found", rows: Rows,
         }
     )
     ctx.tracker.log_metrics({f"dropped_{reason}": count for reason, count in dropped.items()})
+    ctx.tracker.log_metrics({f"masked_{kind.lower()}": count for kind, count in tally.masked.items()})
+    ctx.tracker.log_metrics({f"contaminated_{task}": count for task, count in tally.tasks.items()})
     left = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
     held = splits["validation"]["rows"]
     ctx.headline(f"{total['rows']:,} of {tally.rows:,} rows, {held:,} of them validation; dropped: {left}")
@@ -177,6 +249,8 @@ def _report(tally: "Tally", reasons: dict[str, str], found: "Found", rows: Rows,
         "reasons": {reason: reasons[reason] for reason in dropped},
         "sources": tally.by_source(weights),
         "clusters": {kind: {str(size): count for size, count in sizes.items()} for kind, sizes in found.sizes.items()},
+        "masked": dict(tally.masked),
+        "contaminated": dict(tally.tasks),
         "split_overlap": found.overlap,
     }
     Corpus.write(ctx.output, {**facts, **total, **splits})

@@ -14,8 +14,9 @@ import pyarrow
 import pyarrow.parquet
 
 from stages.text.corpus import TRAIN, VALIDATION
+from stages.text.decontaminate import REASON as CONTAMINATED
 from stages.text.duplicates import LEAVES, LEAVES_LATER, STAYS, keys_schema
-from stages.text.judging import CONTAMINATED, Judge, Judged, Steps
+from stages.text.judging import Judge, Judged, Steps
 from stages.text.minhash import MinHash
 from stages.text.record import FIELDS, Record
 from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, Table

@@ -7,24 +7,32 @@ The steps in brackets need all rows; here stands what they compare, and clean gi
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from stages.text.curation import NearDuplicates
+from stages.text.curation import Language, NearDuplicates, Pii, Quality, UnicodeRepair
+from stages.text.decontaminate import REASON as CONTAMINATED
+from stages.text.decontaminate import Index
 from stages.text.normalise import key_of, normal_form, side
-from stages.text.record import Record, prose
-from stages.text.rewriting import is_nested
-
-CONTAMINATED = "contaminated"
+from stages.text.record import TEXT, Record, prose
+from stages.text.rewriting import is_nested, rewritten, turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
     """What clean was asked to do to each row. None: a step left out."""
 
+    unicode_repair: UnicodeRepair | None
     normalise: bool
     min_characters: int
     max_characters: int
+    prose_kinds: frozenset[str]
+    quality: Quality | None
+    language: Language | None
     near_duplicates: NearDuplicates | None
+    evaluation_sets: Index | None
+    max_overlap: float
+    pii: Pii | None
 
 
 @dataclass(slots=True)
@@ -62,10 +70,25 @@ class Judge:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
+        self._rules = self._languages = self._masker = None
+        if steps.quality is not None:
+            from stages.text.quality import Rules
+
+            self._rules = Rules(steps.quality)
+        if steps.language is not None:
+            from stages.text.language import Identifier
+
+            self._languages = Identifier(steps.language)
+        if steps.pii is not None:
+            from stages.text.pii import Masker
+
+            self._masker = Masker(steps.pii)
 
     def judge(self, raw: Record) -> Judged:
-        plain = normal_form(raw)
-        record = plain if self.steps.normalise and not is_nested(raw) else raw
+        record = rewritten(raw, _repair(self.steps.unicode_repair)) if self.steps.unicode_repair else raw
+        plain = normal_form(record)
+        if self.steps.normalise and not is_nested(record):
+            record = plain
         said = prose(record)
         judged = Judged(record, len(prose(raw)), len(said), len(said), len(said.encode()))
         self._length(judged, plain)
@@ -74,8 +97,20 @@ class Judge:
         judged.key = key_of(plain)
         judged.raw = judged.key if plain is raw else key_of(raw)
         judged.side = side(judged.key)
+        if record.kind in self.steps.prose_kinds:
+            self._prose(judged, said)
+        if judged.reason:
+            return judged
+        said = prose(judged.record)
         if self.steps.near_duplicates is not None:
-            judged.compared = said
+            judged.compared = turns(judged.record)
+        self._contamination(judged, said)
+        if self._masker is not None and not judged.reason:
+            judged.record, judged.masked = masked(judged.record, self._masker.mask)
+        if judged.record is not record:
+            said = prose(judged.record)
+            judged.leaves, judged.size = len(said), len(said.encode())
+            judged.side = side(key_of(normal_form(judged.record)))
         return judged
 
     def _length(self, judged: Judged, plain: Record) -> None:
@@ -85,3 +120,39 @@ class Judge:
             judged.reason, judged.detail = "too_short", f"{characters - len(plain.prompt)} characters"
         elif characters > self.steps.max_characters:
             judged.reason, judged.detail = "too_long", f"{characters} characters"
+
+    def _prose(self, judged: Judged, said: str) -> None:
+        if self._rules is not None:
+            judged.reason = self._rules.reason(said) or ""
+            if judged.reason:
+                return
+            if judged.record.kind == TEXT and (left := self._rules.lines(said)) != said:
+                judged.record = replace(judged.record, text=left)
+        if self._languages is not None:
+            judged.language, probability = self._languages.identify(said)
+            if reason := self._languages.reason(judged.language):
+                judged.reason, judged.detail = reason, f"{judged.language} {probability:.2f}"
+
+    def _contamination(self, judged: Judged, said: str) -> None:
+        if self.steps.evaluation_sets is not None:
+            share, task = self.steps.evaluation_sets.overlap(said)
+            if share > self.steps.max_overlap:
+                judged.reason, judged.detail = CONTAMINATED, f"{task} {share:.3f}"
+
+
+def masked(record: Record, mask: Callable[[str], tuple[str, Counter[str]]]) -> tuple[Record, Counter[str]]:
+    """The row without personal data, and how much of each kind it held."""
+    counts: Counter[str] = Counter()
+
+    def change(text: str) -> str:
+        text, found = mask(text)
+        counts.update(found)
+        return text
+
+    return rewritten(record, change), counts
+
+
+def _repair(cfg: UnicodeRepair) -> Callable[[str], str]:
+    from stages.text.unicode_repair import repair
+
+    return lambda text: repair(text, cfg)

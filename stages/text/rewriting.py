@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stages.text.record import Record, canonical
+from stages.text.record import Record, canonical, prose
 
 Change = Callable[[str], str]
 SPOKEN = ("content", "reasoning_content")
@@ -16,6 +16,15 @@ SPOKEN = ("content", "reasoning_content")
 def is_nested(record: Record) -> bool:
     """Whether what the row says stands in messages."""
     return bool(record.messages or record.chosen or record.rejected)
+
+
+def turns(record: Record) -> str:
+    """What near-duplicates are told by: what the row says, without system messages: one of 500 words before each chat would
+    make all chats alike."""
+    if not is_nested(record):
+        return prose(record)
+    parts = (json.loads(part) for part in (record.messages, record.chosen, record.rejected) if part)
+    return "\n".join(message["content"] for part in parts for message in part if message["role"] != "system")
 
 
 def rewritten(record: Record, change: Change) -> Record:

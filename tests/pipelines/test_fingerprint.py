@@ -50,6 +50,10 @@ def test_what_has_no_stable_form_is_refused(unstable: object) -> None:
         fp.canonical({"field": unstable})
 
 
+def test_whole_numbers_as_keys_of_a_config_are_written_in_digits() -> None:
+    assert fp.canonical(fp.identity({5: 0.15, 10: {2: 1}})) == '{"10":{"2":1},"5":0.15}'
+
+
 def code(source: str) -> str:
     return fp.normalised(ast.parse(source))
 
