@@ -221,7 +221,7 @@ class Pii:
     phone_region: str | None = None
     """Country (`US`, `DE`) of numbers written without `+`. Null: only numbers with `+` and country code are found."""
     payment_cards: bool = True
-    """`<CARD>`: 13 to 19 digits with an issuer's prefix and a right check digit (Luhn)."""
+    """`<CARD>`: 14 to 19 digits with an issuer's prefix and a right check digit (Luhn)."""
     ibans: bool = True
     """`<IBAN>`: bank accounts of the right length for their country and with right check digits (mod 97)."""
     secrets: bool = True

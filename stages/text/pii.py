@@ -22,11 +22,10 @@ _NOBODY = re.compile(r"(?:^|\.)(?:example\.(?:com|net|org)|example|test|invalid|
 _FILE = re.compile(
     r"\.(?:png|jpe?g|gif|webp|svg|ico|css|scss|html?|json|ya?ml|xml|txt|log|tgz|gz|whl|jar)$", re.IGNORECASE
 )
-_IPV4 = re.compile(
-    r"(?<![\w.:/=~^-])(?<!://)(?:\d{1,3}\.){3}\d{1,3}(?![\w-]|\.\w)|(?<=://)(?:\d{1,3}\.){3}\d{1,3}(?![\w-]|\.\w)"
-)
+_IPV4 = re.compile(r"(?:(?<=://)|(?<![\w.:/=~^-]))(?:\d{1,3}\.){3}\d{1,3}(?![\w-]|\.\w)")
 _VERSION = re.compile(r"(?:\bv|ver|vers|version|release|build|section|chapter|§)[.:\s]*$", re.IGNORECASE)
 _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{1,4}:){1,7}(?::?[0-9A-Fa-f]{1,4}){0,7}:?:?(?![\w:])")
+_PREFIX_LENGTH = re.compile(r"/\d{1,3}(?![\w./])")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 _CARD = re.compile(
     r"(?<![\w.+-])[2-6]\d{3}"
@@ -34,12 +33,12 @@ _CARD = re.compile(
     r"(?![\w-]|\.\d)"
 )
 _ISSUERS = (
-    (re.compile(r"4"), (13, 16, 19)),  # Visa
+    (re.compile(r"4"), (16,)),  # Visa
     (re.compile(r"5[1-5]|222[1-9]|22[3-9]|2[3-6]|27[01]|2720"), (16,)),  # Mastercard
     (re.compile(r"3[47]"), (15,)),  # American Express
-    (re.compile(r"3(?:0[0-5]|[689])"), (14, 16, 19)),  # Diners
-    (re.compile(r"6(?:011|4[4-9]|5)"), (16, 19)),  # Discover
-    (re.compile(r"35(?:2[89]|[3-8])"), (16, 19)),  # JCB
+    (re.compile(r"3(?:0[0-5]|[689])"), (14, 16)),  # Diners
+    (re.compile(r"6(?:011|4[4-9]|5)"), (16,)),  # Discover
+    (re.compile(r"35(?:2[89]|[3-8])"), (16,)),  # JCB
     (re.compile(r"62"), (16, 17, 18, 19)),  # UnionPay
 )
 _IBAN_LENGTHS = {
@@ -77,6 +76,8 @@ _JWT = re.compile(r"(?<![\w.-])(eyJ[\w-]{10,})\.eyJ[\w-]{4,}\.[\w-]*(?![\w-])")
 
 _DECIMAL = re.compile(r"[+＋]?\d{4,}\.\d+(?![.\d])")
 """+35236450.6 begins like a number in Luxembourg; a country's code has three digits at most."""
+_FORMULA = re.compile(r"[+＋]\s|[+＋]?[\d\s().-]+[*/^%_=]")
+"""A sum: `+ 2789545*x`."""
 
 
 class Masker:
@@ -97,7 +98,7 @@ class Masker:
         self._kinds = [(kind, re.compile(hint), pattern, check) for on, kind, hint, pattern, check in kinds if on]
         # A `+` and seven digits, or with a region seven digits: lines without go by, which is 50 times as fast.
         self._phone_line = re.compile(
-            r"(?:\d[^\w\n]{0,3}){6}\d" if cfg.phone_region else r"[+＋][ (]{0,2}\d(?:[^\w\n]{0,3}\d){6}"
+            r"(?:\d[^\w\n]{0,3}){6}\d" if cfg.phone_region else r"[+＋]\(?\d(?:[^\w\n]{0,3}\d){6}"
         )
 
     def mask(self, text: str) -> tuple[str, Counter[str]]:
@@ -118,7 +119,7 @@ class Masker:
                 # Of numbers without a country the digits must also be grouped as that country does it.
                 leniency = Leniency.STRICT_GROUPING if region else Leniency.VALID
                 for match in PhoneNumberMatcher(line, region or "ZZ", leniency):
-                    if _DECIMAL.match(line, match.start):
+                    if _DECIMAL.match(line, match.start) or _FORMULA.match(line, match.start):
                         continue
                     counts["PHONE"] += 1
                     yield line[end : match.start] + "<PHONE>"
@@ -144,7 +145,7 @@ def _is_somebodys(match: re.Match[str]) -> bool:
 
 
 def _is_public_v4(match: re.Match[str]) -> bool:
-    if _VERSION.search(match.string, max(0, match.start() - 12), match.start()):
+    if _VERSION.search(match.string, max(0, match.start() - 12), match.start()) or _is_network(match):
         return False
     try:
         address = ipaddress.IPv4Address(match[0])
@@ -159,7 +160,14 @@ def _is_public_v6(match: re.Match[str]) -> bool:
         address = ipaddress.IPv6Address(match[0])
     except ValueError:
         return False
-    return address.is_global and address in _GLOBAL_UNICAST
+    return address.is_global and address in _GLOBAL_UNICAST and not _is_network(match)
+
+
+def _is_network(match: re.Match[str]) -> bool:
+    return (
+        _PREFIX_LENGTH.match(match.string, match.end()) is not None
+        and match.string[match.start() - 1 : match.start()] != "/"
+    )
 
 
 def _is_card(match: re.Match[str]) -> bool:
