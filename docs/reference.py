@@ -84,6 +84,8 @@ def _kind(kind: Any) -> str:
         return " or ".join("null" if a is type(None) else _kind(a) for a in typing.get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ", ".join(kind.__members__)
+    if typing.get_origin(kind) is list and issubclass(item := typing.get_args(kind)[0], enum.Enum):
+        return f"list of {_kind(item)}"
     return getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
 
 
@@ -96,6 +98,8 @@ def _default(field: "dataclasses.Field[Any]") -> str:
         return "required"
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, list) and any(isinstance(item, enum.Enum) for item in value):
+        return f"[{', '.join(item.name for item in value)}]"
     return "null" if value is None else str(value)
 
 
