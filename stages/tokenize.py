@@ -157,6 +157,7 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
     facts |= {"eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
     facts["stop_token_ids"] = sorted({encoder.eos_id, *(template["terminators"] if template else ())})
     facts |= {"waterfall": tally.waterfall(), "sources": tally.sources(_weights(corpus))}
+    facts |= {"reasons": tally.words(), "tokens_log2": tally.lengths()}
     TokenDataset.write(ctx.output, facts | splits)
     return TokenDataset(uri=ctx.output.resolve().as_uri())
 

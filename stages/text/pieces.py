@@ -21,6 +21,8 @@ from stages.text.tokenizer import Encoder
 if TYPE_CHECKING:
     from stages.text.templates import Encoded
 
+LENGTH = "log2 "
+"""Before a power of two, in counts: `log2 n` counts documents of 2^(n-1) to 2^n - 1 tokens, before they are cut."""
 TOKENS_PER_CHUNK = 1 << 20
 """A file of pieces ends here, so that a window of books takes no more memory than one of sentences."""
 
@@ -91,8 +93,9 @@ class Pieces:
         if len(self._ids) == before:
             return "answer_cut_off"
         cut = len(document.ids) - spans[-1][1]
-        counts.update(truncated_documents=int(cut > 0), truncated_tokens=cut)
+        counts.update(truncated_documents=int(cut > 0), truncated_tokens=cut, split_documents=int(len(spans) > 1))
         counts.update(documents=1, prompt_tokens=document.prompt_tokens, prompt_bytes=document.prompt_bytes)
+        counts[f"{LENGTH}{len(document.ids).bit_length()}"] += 1
         self.counts.update(counts)
         self._tokens += counts["tokens"]
         if self._tokens >= TOKENS_PER_CHUNK:

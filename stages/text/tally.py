@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stages.contract import StageError
+from stages.text.pieces import LENGTH
 from stages.text.template_check import FIXES
 
 SPLITS = ("train", "validation")
@@ -85,6 +86,17 @@ class Tally:
         profile["padding_tokens"] = places - counts["tokens"]
         profile["utilisation"] = round(counts["tokens"] / places, 6) if places else 0.0
         return profile
+
+    def lengths(self) -> dict[str, int]:
+        """Power of two -> documents with so many tokens: n counts those from 2^(n-1) to 2^n - 1."""
+        every = [counts for sources in self.counts.values() for counts in sources.values()]
+        total = sum(every, Counter())
+        return {name.removeprefix(LENGTH): count for name, count in total.items() if name.startswith(LENGTH)}
+
+    def words(self) -> dict[str, str]:
+        """What the reasons mean for which documents left."""
+        known = {**POLICY, **BAD}
+        return {reason: known.get(reason, "the chat template refuses it") for reason in sorted(self.reasons)}
 
     def sources(self, weights: Mapping[str, float]) -> list[dict[str, Any]]:
         """For each source, by name: its weight and what it has in each split."""

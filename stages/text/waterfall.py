@@ -24,6 +24,8 @@ class Tally:
         """step -> units"""
         self.sources: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         """source -> "in", "dropped", "languages", a split -> numbers"""
+        self.lengths: Counter[str] = Counter()
+        """Power of two -> rows that go out with so many characters: n counts those from 2^(n-1) to 2^n - 1."""
         self.masked: Counter[str] = Counter()
         self.tasks: Counter[str] = Counter()
         self.seen: dict[str, list[int]] = defaultdict(list)
@@ -42,6 +44,7 @@ class Tally:
         """A row that goes out: characters as it came, once repaired, as it leaves; bytes as it leaves."""
         self._came(source, came, repaired)
         self.counts["rewritten"]["characters"] += repaired - leaves
+        self.lengths[str(leaves.bit_length())] += 1
         for counts in (self.counts[split], self.sources[source][split]):
             counts["rows"] += 1
             counts["characters"] += leaves
@@ -83,6 +86,7 @@ class Tally:
             _add(tally.counts, report["counts"])
             for source, counts in report["sources"].items():
                 _add(tally.sources[source], counts)
+            tally.lengths.update(report["lengths"])
             tally.masked.update(report["masked"])
             tally.tasks.update(report["tasks"])
             for reason, positions in report["seen"].items():
