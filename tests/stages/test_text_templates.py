@@ -59,6 +59,10 @@ def thinking(content: str, last: bool) -> str:
     return f"<think>\n\n</think>\n\n{content.lstrip(chr(10))}" if last else content
 
 
+def plainly(end: str) -> Callable[[str, bool], str]:
+    return lambda content, last: content + end
+
+
 TURNS: dict[str, Callable[[str, bool], str]] = {  # what a model's own documentation says that its answers look like
     "deepseek_r1": lambda content, last: content + "<｜end▁of▁sentence｜>",
     "gemma2": lambda content, last: content.strip() + "<end_of_turn>",
@@ -76,7 +80,7 @@ TURNS: dict[str, Callable[[str, bool], str]] = {  # what a model's own documenta
 @pytest.mark.parametrize("family", MODELS)
 def test_what_is_learned_is_each_answer_and_the_end_of_its_turn(family: str) -> None:
     template = loaded("byte_level", family)
-    turn = TURNS.get(family, lambda content, last: content + "<|im_end|>")
+    turn = TURNS.get(family, plainly("<|im_end|>"))
     for chat in chats(family, 20):
         answers = [message["content"] for message in chat if message["role"] == "assistant"]
         wanted = [turn(content, content is answers[-1]) for content in answers]
@@ -157,7 +161,8 @@ def test_marks_in_the_template_and_none_give_one_mask() -> None:
 
 
 MARKED = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}MARKED{%- else %}
-{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
 def test_the_end_of_a_turn_is_learned_when_the_marks_leave_it_out(tmp_path: Path) -> None:
@@ -339,7 +344,11 @@ def test_messages_of_other_shapes_are_read_as_what_they_mean() -> None:
     template = loaded("byte_level", "chatml")
     plain = template.encode([S, U, A], None, LossOn.last).ids.tolist()
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    shapes = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": None}, A]
+    shapes: list[dict[str, Any]] = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts, "name": None},
+        A,
+    ]
     assert template.encode(shapes, None, LossOn.last).ids.tolist() == plain
     assert template.encode([], None, LossOn.last).reason == "no_messages"
 
@@ -386,9 +395,9 @@ def test_templates_of_a_tokenizer_that_has_one_for_tools_become_one(tmp_path: Pa
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer, template = AutoTokenizer.from_pretrained(directory), Template.load(directory, None)
     messages, tools = tool_chat()
-    for row in ([S, U, A], None), (messages, tools):
-        theirs = tokenizer.apply_chat_template(row[0], tools=row[1], return_dict=True)["input_ids"]
-        assert template.encode(*row, LossOn.last).ids.tolist() == theirs
+    for chat, functions in ([S, U, A], None), (messages, tools):
+        theirs = tokenizer.apply_chat_template(chat, tools=functions, return_dict=True)["input_ids"]
+        assert template.encode(chat, functions, LossOn.last).ids.tolist() == theirs
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
