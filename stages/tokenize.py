@@ -1,6 +1,7 @@
 """Turns a corpus into packed rows of token ids. Apart from clean: another model needs other tokens of the same text."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -131,13 +132,16 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
     template = _chat_template(cfg, corpus, settings, tokenizer)
     ctx.progress(0.3, f"tokenizer of {encoder.vocab_size:,} tokens")
 
+    if cfg.resources.inline():
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # no other process is at work
     parts = ctx.work / "parts"
     shutil.rmtree(parts, ignore_errors=True)  # another attempt's
     for name in ("chunks", LEFT, *SPLITS):
         (parts / name).mkdir(parents=True)
     tally = Tally(_tokenise(Table.of(shards(corpus.local())), settings, cfg.resources, ctx, parts))
     tally.refuse_above(cfg.max_bad_fraction)
-    tally.refuse_empty()
+    weights = _weights(corpus)
+    tally.refuse_empty(weights)
     _pack(tally, settings, cfg.resources, ctx, parts)
     _write(parts, cfg, ctx)
     shutil.rmtree(parts)
@@ -147,16 +151,11 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
     for split, profile in splits.items():
         ctx.tracker.log_metrics({f"{split}_{name}": number for name, number in profile.items()})
     ctx.tracker.log_metrics({f"dropped_{reason}": count for reason, count in sorted(tally.reasons.items())})
-    tokens, used = splits["train"]["tokens"], splits["train"]["utilisation"]
-    left = ", ".join(f"{count:,} {reason}" for reason, count in sorted(tally.reasons.items()))
-    ctx.headline(
-        f"{tokens:,} training tokens in rows of {cfg.sequence_length}, {used:.1%} used; "
-        f"{encoder.vocab_size:,} in vocabulary" + (f"; dropped: {left}" if left else "")
-    )
+    ctx.headline(f"{tally.described(cfg.sequence_length)}; {encoder.vocab_size:,} in vocabulary{tally.left}")
     facts |= {"sequence_length": cfg.sequence_length, "vocab_size": encoder.vocab_size, "chat_template": template}
     facts |= {"eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
     facts["stop_token_ids"] = sorted({encoder.eos_id, *(template["terminators"] if template else ())})
-    facts |= {"waterfall": tally.waterfall(), "sources": tally.sources(_weights(corpus))}
+    facts |= {"waterfall": tally.waterfall(), "sources": tally.sources(weights)}
     facts |= {"reasons": tally.words(), "tokens_log2": tally.lengths()}
     TokenDataset.write(ctx.output, facts | splits)
     return TokenDataset(uri=ctx.output.resolve().as_uri())

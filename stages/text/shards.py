@@ -109,11 +109,11 @@ def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
-def write_shard(path: Path, table: pyarrow.Table) -> None:
+def write_shard(path: Path, table: pyarrow.Table, compression: str = "zstd") -> None:
     """One whole shard at once."""
     path.parent.mkdir(exist_ok=True)
     partial = _partial(path)
-    pyarrow.parquet.write_table(table, partial, compression="zstd")
+    pyarrow.parquet.write_table(table, partial, compression=compression)
     partial.replace(path)
 
 

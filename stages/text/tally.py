@@ -12,7 +12,7 @@ from stages.text.template_check import FIXES
 SPLITS = ("train", "validation")
 COUNTED = (
     "rows documents pieces tokens prompt_tokens prompt_bytes supervised_tokens supervised_bytes first_tokens"
-    " unsupervised_bytes dropped_pieces dropped_tokens truncated_documents truncated_tokens"
+    " unsupervised_bytes dropped_pieces dropped_tokens split_documents truncated_documents truncated_tokens"
 )
 OF_SOURCE = "rows documents tokens supervised_tokens supervised_bytes first_tokens unsupervised_bytes"
 POLICY = {
@@ -61,8 +61,14 @@ class Tally:
             f"stages.tokenize.max_bad_fraction={share:g} allows; mend the rows or raise it:\n" + "\n".join(lines)
         )
 
-    def refuse_empty(self) -> None:
-        """StageError when a split has nothing to learn from."""
+    def refuse_empty(self, weights: Mapping[str, float]) -> None:
+        """StageError when a split has nothing to learn from, or when a source that has a weight has no row to draw."""
+        for name in weights:
+            if len(weights) > 1 and not self.counts["train"][name]["pieces"]:
+                raise StageError(
+                    f"source {name!r} has a weight of {weights[name]:g} in the mix but no row left to train on; add rows to "
+                    f"it, loosen the rules that dropped them, or take stages.ingest.mix.{name} out"
+                )
         for split in SPLITS:
             if not any(counts["pieces"] for counts in self.counts[split].values()):
                 left = "".join(f"\n  {count:>9,}  {reason}" for reason, count in sorted(self.reasons.items()))
@@ -70,6 +76,19 @@ class Tally:
                     f"the {split} split of the corpus has no text to learn from or to score; add rows"
                     + (f" or keep those that left:{left}" if left else "")
                 )
+
+    def described(self, sequence_length: int) -> str:
+        """The training split in a sentence, and a warning when a tenth of its documents is longer than a row."""
+        train, counts = self.profile("train", sequence_length), sum(self.counts["train"].values(), Counter())
+        said = f"{train['tokens']:,} training tokens in rows of {sequence_length}, {train['utilisation']:.1%} used"
+        cut = (counts["split_documents"] + counts["truncated_documents"]) / max(counts["documents"], 1)
+        return f"{said}; {cut:.0%} of the documents are longer than a row" if cut >= 0.1 else said
+
+    @property
+    def left(self) -> str:
+        """What did not become tokens, by reason; nothing when all did."""
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.reasons.items()))
+        return f"; dropped: {counts}" if counts else ""
 
     def waterfall(self) -> list[dict[str, str | int]]:
         """Documents that came in, that left for each reason, and that became tokens."""

@@ -44,6 +44,7 @@ PACKED_SCHEMA = pyarrow.schema(
         pyarrow.field("source", pyarrow.string(), nullable=False),
     ]
 )
+NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 LEFT_SCHEMA = pyarrow.schema([pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "reason")])
 
 
@@ -89,7 +90,7 @@ def tokenise_window(
     order: dict[str, Any], corpus: Table, settings: Settings, chunks: Path, left: Path
 ) -> Iterator[pyarrow.Table]:
     """Tokenise the documents of one window into files of pieces, apart for each split and source; report the counts."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Ray spreads the windows; threads beneath would only compete
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Ray spreads the windows; threads would only compete
     window = order["window"]
     found: dict[tuple[str, str], Pieces] = {}
     gone: list[tuple[str, str]] = []
@@ -137,7 +138,8 @@ def pack_group(order: dict[str, Any], settings: Settings, chunks: Path, packed: 
     full = np.full(len(rows), width)
     sources = pyarrow.array([order["source"]] * len(rows), pyarrow.string())
     columns = [_lists(inputs.reshape(-1), full), _lists(labels.reshape(-1), full), _lists(starts, counts), sources]
-    write_shard(packed / order["split"] / shard_name(order["group"]), pyarrow.table(columns, schema=PACKED_SCHEMA))
+    table = pyarrow.table(columns, schema=PACKED_SCHEMA)
+    write_shard(packed / order["split"] / shard_name(order["group"]), table, compression="none")  # read once, soon
     facts = {"split": order["split"], "source": order["source"], "rows": len(rows)}
     yield pyarrow.table([[json.dumps(facts)]], schema=FACTS_SCHEMA)
 
@@ -157,14 +159,14 @@ def _documents(batch: list[Record], settings: Settings) -> Iterator[Document | s
     plain = [record for record, chat in zip(batch, chats, strict=True) if chat is None]
     # A document ends once, also when its text already ends in the words for it.
     texts = encoder.encode([record.text.removesuffix(encoder.eos) for record in plain])
-    prompts = encoder.encode([record.prompt for record in plain])
+    prompts = encoder.encode([record.prompt for record in plain if record.prompt])
     templated: Iterator[Encoded] = iter(())
     if len(plain) < len(batch):
         template = _template(settings.tokenizer, settings.control_strings)
         templated = iter(template.encode_batch([chat for chat in chats if chat is not None], settings.loss_on))
-    for chat in chats:
+    for record, chat in zip(batch, chats, strict=True):
         if chat is None:
-            yield Document.of(encoder, next(prompts), next(texts))
+            yield Document.of(encoder, next(prompts) if record.prompt else NOTHING, next(texts))
         else:
             encoded = next(templated)
             yield encoded.reason or Document.of_chat(encoded)

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,22 @@ def test_loss_is_taken_on_the_turns_that_were_asked_for_and_their_ends(
     # ids 0 to 49, of two digits from 10 on; every fifth row is not trained on
     digits = sum(len(str(i)) - 1 for i in range(50) if i % 5 != 4) if loss_on is LossOn.assistant else 0
     assert facts["train"]["supervised_bytes"] == 40 * len(words) + digits
+
+
+def test_a_source_of_a_mix_that_has_no_row_left_is_named(make_context: MakeContext, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "in", small_chats(), {"chats": 2.0, "gone": 0.5})
+    with pytest.raises(StageError, match=r"source 'gone' has a weight of 0\.5 in the mix but no row left to train on"):
+        tokenize(settings(), make_context(), corpus)
+
+
+def test_the_headline_tells_when_many_documents_are_longer_than_a_row(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    corpus = corpus_of(tmp_path / "in", small_chats())
+    for length, wanted in ((24, "; 100% of the documents are longer than a row"), (64, "% used; 300 in vocabulary")):
+        said: list[str] = []
+        tokenize(settings(sequence_length=length), replace(make_context(), headline=said.append), corpus)
+        assert wanted in said[0]
 
 
 def test_prompts_and_completions_are_turns_of_a_chat_when_that_is_asked_for(
