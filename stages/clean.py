@@ -33,6 +33,8 @@ BEFORE = {
     "duplicate": "the same row, after normalisation, stands earlier",
 }
 """Reasons that every row is asked for, in this order."""
+ALWAYS_SHOWN = {*BEFORE, "near_duplicate", "contaminated"}
+"""In the waterfall also when no row left for them; of the many rules for prose only those that caught something."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +135,7 @@ def clean(cfg: CleanConfig, ctx: Context, rows: Rows) -> Corpus:
     ctx.progress(0.6, "rows judged")
     found = find(keys, table.total, cfg.validation_fraction, cfg.near_duplicates, cfg.resources)
     ctx.progress(0.7, "duplicates found")
-    judged = Table.of(sorted(scratch.glob("part-*")))
+    judged = Table.of(sorted(scratch.glob("part-*.parquet")))
     tally = _write(judged, found, cfg, ctx)
 
     reasons = _reasons(cfg)
@@ -154,6 +156,10 @@ def _steps(cfg: CleanConfig) -> "Steps":
         from stages.text import evaluation_sets
 
         index = evaluation_sets.index(sets.tasks, sets.ngram)
+    if cfg.language is not None:
+        from stages.text.language import Identifier
+
+        Identifier(cfg.language)  # what it refuses is refused here, not first on a worker
     return Steps(
         unicode_repair=cfg.unicode_repair,
         normalise=cfg.normalise,
@@ -245,7 +251,7 @@ def _report(tally: "Tally", reasons: dict[str, str], found: "Found", rows: Rows,
     held = splits["validation"]["rows"]
     ctx.headline(f"{total['rows']:,} of {tally.rows:,} rows, {held:,} of them validation; dropped: {left}")
     facts = {
-        "waterfall": tally.waterfall(reasons),
+        "waterfall": tally.waterfall([reason for reason in reasons if reason in ALWAYS_SHOWN or reason in dropped]),
         "reasons": {reason: reasons[reason] for reason in dropped},
         "sources": tally.by_source(weights),
         "clusters": {kind: {str(size): count for size, count in sizes.items()} for kind, sizes in found.sizes.items()},

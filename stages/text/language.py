@@ -41,7 +41,7 @@ class Identifier:
         self._classify = _model().classify
         if strange := sorted(set(cfg.keep).difference(known())):
             raise StageError(
-                f"language.keep names {', '.join(strange)}, which cannot be told; known: {', '.join(known())}"
+                f"stages.clean.language.keep names {', '.join(strange)}, which cannot be told; known: {', '.join(known())}"
             )
 
     def identify(self, text: str) -> tuple[str, float]:

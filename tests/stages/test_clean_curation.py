@@ -163,6 +163,21 @@ def test_equal_bytes_and_equal_normal_forms_are_told_apart_and_keys_meet_in_many
     assert corpus.summary()["clusters"]["exact"] == {"2": 2, "4": 1}
 
 
+def test_rows_repeated_under_other_ids_with_trailing_spaces_never_stand_on_both_sides(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    given = [f"Caf\u00e9 number {i}\nis open." for i in range(100)]
+    again = [text.replace("\u00e9", "e\u0301").replace("\n", " \n") + "  " for text in given[:10]]
+    context = make_context()
+    config = CleanConfig(validation_fraction=0.5, resources=inline())
+    corpus = clean(config, context, rows_of(tmp_path / "in", texts(given + again)))
+    assert dropped(corpus) == {f"row:{100 + i:09d}": ("duplicate", f"of row:{i:09d}") for i in range(10)}
+    sides = Counter(row["text"] for row in table(corpus))
+    assert set(sides) == set(given) and set(sides.values()) == {1}
+    assert ("dropped_duplicate", 10, None) in context.tracker.metrics  # type: ignore[attr-defined]
+    assert ("split_overlap", 0, None) in context.tracker.metrics  # type: ignore[attr-defined]
+
+
 def chat(row: int, *said: str, **more: Any) -> Record:
     turns = [{"role": ("user", "assistant")[i % 2], "content": text, **more} for i, text in enumerate(said)]
     return Record(f"chat:{row:09d}", "chats", "chat", messages=canonical(turns))

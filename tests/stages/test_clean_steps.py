@@ -97,8 +97,7 @@ def checked(corpus: Corpus, given: list[Record], reasons: dict[str, tuple[str, s
     steps = {step["step"]: step for step in facts["waterfall"]}
     assert list(steps) == [
         *("in", "normalise", "too_short", "too_long", "exact_duplicate", "duplicate"),
-        *(name for name in steps if name.startswith("gopher") or name == "empty"),
-        *("language_other", "language_unknown", "near_duplicate", "contaminated", "rewritten", "out"),
+        *("gopher_few_words", "language_other", "near_duplicate", "contaminated", "rewritten", "out"),
     ]
     for unit in ("rows", "characters"):
         left = sum(step[unit] for name, step in steps.items() if name not in ("in", "out"))
@@ -285,6 +284,12 @@ def test_examples_show_no_personal_data_that_the_corpus_must_not_hold(
     corpus = clean(config, make_context(), rows_of(tmp_path / "in", texts(given)))
     shown = (corpus.local() / "dropped" / "examples.jsonl").read_text().splitlines()
     assert [json.loads(line)["text"] for line in shown] == ["mail <EMAIL>"]
+
+
+def test_a_language_that_cannot_be_told_is_refused_before_any_work(make_context: MakeContext, tmp_path: Path) -> None:
+    config = CleanConfig(language=Language(keep=["en", "xx"]), resources=inline())
+    with pytest.raises(StageError, match=r"^stages\.clean\.language\.keep names xx, which cannot be told; known: .*en"):
+        clean(config, make_context(), rows_of(tmp_path / "in", texts(["a"])))
 
 
 def test_a_long_system_message_does_not_make_chats_alike(make_context: MakeContext, tmp_path: Path) -> None:
