@@ -116,6 +116,23 @@ class TokenDataset(Artifact):
 
 
 @dataclass(frozen=True)
+class PairDataset(Artifact):
+    """Preference rows in tokens: `train/part-*.parquet`, `validation/part-*.parquet` if that split has any, and the fast
+    tokenizer with its chat template in `tokenizer/`.
+
+    Columns: id, source (string); prompt_ids, chosen_ids, rejected_ids (plain list<int32>): either completion follows the
+    prompt, ends with the token that ends the turn and alone is in the loss. With reference log-probabilities also
+    reference_chosen_logprob and reference_rejected_logprob (float32): the sum over the completion's tokens under the base.
+    `dropped/part-*.parquet` (id, reason, detail). Summary: base_digest, sequence_length, waterfall, and for each split: pairs,
+    tokens by part, truncated prompts.
+    """
+
+    @classmethod
+    def members(cls) -> tuple[str, ...]:
+        return ("train/part-*.parquet", "tokenizer/tokenizer.json")
+
+
+@dataclass(frozen=True)
 class Checkpoint(Artifact):
     """A model in Hugging Face layout: config.json, *.safetensors, tokenizer.json, generation_config.json, and
     `golden.json` (prompts, greedy ids, top log-probabilities) that a server must reproduce before it takes traffic.

@@ -30,6 +30,7 @@ NEEDED = {
     "finetune": [MODEL, FILES],
     "synthesize": [MODEL, FILES],
     "teach": [FILES, *ENDPOINT],
+    "preferences": [MODEL, FILES],
     "endpoint": ENDPOINT,
     "attach": ["cluster.address=h:1"],
 }

@@ -99,7 +99,7 @@ class Answering:
         return ids
 
     def _chat_prompt(self, question: Question) -> list[int]:
-        from stages.text.templates import ChatRefused
+        from stages.text.rendering import ChatRefused
 
         assert self._template is not None and question.messages is not None
         try:

@@ -11,6 +11,13 @@ class OverLong(Enum):
     drop = "drop"
 
 
+class OverLongPair(Enum):
+    """What becomes of a preference row whose prompt and longer completion do not fit."""
+
+    drop = "drop"
+    truncate_prompt = "truncate_prompt"
+
+
 class Packing(Enum):
     """How documents share rows."""
 
