@@ -196,7 +196,7 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     _refuse_above(cfg.max_bad_fraction, rows, rules, reports)
     if not rows:
         raise StageError(f"stages.ingest.source.path={cfg.source.path}: found no rows, wanted at least one")
-    clashes, first = _clashes(ingesting.clashing(parts), parts)
+    clashes, first = _clashes(ingesting.clashing(parts, [report["part"] for report in reports]), parts)
     _write(reports, resources, parts, ctx)
     shutil.rmtree(parts)
 

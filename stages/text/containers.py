@@ -18,8 +18,16 @@ from stages.text.formats import Fields
 from stages.text.lines import Line, numbered, stream, whole
 
 Row = dict[str, Any]
+
+
+class Repaired(dict[str, Any]):
+    """A row in which bytes that are not UTF-8 became U+FFFD."""
+
+
 Item = tuple[int, Row | Fault]
 JSON_BLOCK = 2**20
+WORD = 16
+"""A number or a word that ends where the buffer ends may go on."""
 DATA = re.compile(r'\s*\{(?:\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)\s*,)*\s*"data"\s*:\s*(?=\[)')
 """The head of {"version": "1", "data": [ ... ]}."""
 
@@ -43,9 +51,13 @@ def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading) -> Iterator[
             yield number, too_long(reading)
         elif not line.isspace():
             try:
-                value = loads(line.decode("utf-8", "replace" if reading.replace else "strict"))
+                value = loads(line.decode())
             except UnicodeDecodeError as error:
-                yield number, Fault("invalid_utf8", detail=f"byte {error.start + 1}")
+                if reading.replace:
+                    again = json_lines(iter([(number, line.decode("utf-8", "replace").encode())]), reading)
+                    yield from ((number, Repaired(row) if isinstance(row, dict) else row) for _, row in again)
+                else:
+                    yield number, Fault("invalid_utf8", detail=f"byte {error.start + 1}")
             except json.JSONDecodeError as error:
                 last = not line.endswith(b"\n") and error.pos >= len(error.doc) - 1
                 unended = not line.endswith(b"\n") and error.msg.startswith("Unterminated")
@@ -99,8 +111,9 @@ class _Text:
 
     def __init__(self, file: File, source: IO[bytes], reading: Reading) -> None:
         self.file, self.source, self.reading = file, source, reading
-        self.decoder = getincrementaldecoder("utf-8")("replace" if reading.replace else "surrogateescape")
+        self.decoder = getincrementaldecoder("utf-8")("surrogateescape")
         self.buffer, self.at, self.ended, self.begun = "", 0, False, False
+        self.dirty = False
 
     def more(self, size: int = JSON_BLOCK) -> None:
         block = self.source.read(size)
@@ -109,7 +122,9 @@ class _Text:
                 raise StageError(f"{self.file.name}: is UTF-16 or UTF-32, wanted UTF-8; save it as UTF-8")
             block, self.begun = block.removeprefix(b"\xef\xbb\xbf"), True
         self.ended = not block
-        self.buffer = self.buffer[self.at :] + self.decoder.decode(block, final=self.ended)
+        text = self.decoder.decode(block, final=self.ended)
+        self.dirty = self.dirty or _escaped(text)
+        self.buffer = self.buffer[self.at :] + text
         self.at = 0
 
     def head(self) -> str:
@@ -132,22 +147,27 @@ class _Text:
                 return ""
             self.more()
 
-    def value(self, number: int) -> Any:
+    def value(self, number: int) -> Row | Fault:
         """Decode the next value, reading on (twice as much each time) until it is whole."""
         decode, size = json.JSONDecoder().raw_decode, JSON_BLOCK
         while True:
             try:
                 value, end = decode(self.buffer, self.at)
                 if end < len(self.buffer) or self.ended:
+                    written = self.buffer[self.at : end] if self.dirty else ""
                     self.at = end
-                    return value
+                    return self._row(value, written)
             except (ValueError, RecursionError) as error:
                 if isinstance(error, RecursionError):
                     raise StageError(f"{self.file.name}: item {number} is nested too deeply to be read") from None
-                if self.ended:
+                at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
+                unterminated = "Unterminated" in str(error) or at >= len(self.buffer.rstrip()) - WORD
+                if self.ended or not unterminated:
+                    cut = self.ended and ("Unterminated" in str(error) or at >= len(self.buffer.rstrip()))
+                    what = "is cut off" if cut else f"is broken JSON (character {at - self.at + 1} of it)"
                     raise StageError(
-                        f"{self.file.name}: item {number} is cut off or broken JSON (the file ends after "
-                        f"{self.file.bytes} bytes); mend it, or write one object a line (.jsonl): bad lines cost only themselves"
+                        f"{self.file.name}: item {number} {what}; mend it, or write one object a line (.jsonl), where a bad "
+                        "one costs only itself"
                     ) from None
                 if len(self.buffer) - self.at > self.reading.max_row_bytes:
                     raise StageError(
@@ -169,11 +189,15 @@ class _Text:
                 self.drop(1)
                 self.peek()
             number += 1
-            value = self.value(number)
-            yield number, self.row(value)
+            yield number, self.value(number)
         self.drop(1)
 
-    def row(self, value: Any) -> Row | Fault:
+    def _row(self, value: Any, written: str) -> Row | Fault:
+        if _escaped(written):
+            if not self.reading.replace:
+                return Fault("invalid_utf8")
+            value = json.loads(written.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+            value = Repaired(value) if isinstance(value, dict) else value
         return value if isinstance(value, dict) else Fault("not_an_object", detail=kind(value))
 
     def only_object(self) -> Row | Fault:
@@ -182,6 +206,8 @@ class _Text:
             raise StageError(
                 f"{self.file.name}: holds several JSON objects that are neither an array nor one a line; write it as .jsonl"
             )
+        if isinstance(value, Fault):
+            return value
         lists = [
             key for key, inner in value.items() if isinstance(inner, list) and inner and isinstance(inner[0], dict)
         ]
@@ -190,7 +216,18 @@ class _Text:
                 f"{self.file.name}: is one object with the keys {shown(value)}; want an array of rows, or "
                 '{"data": [rows]}'
             )
-        return self.row(value)
+        return value
+
+
+def _escaped(text: str) -> bool:
+    """Whether bytes that are not UTF-8 came in as lone surrogates; written out they cannot be anything else."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def text_units(file: File, reading: Reading) -> Iterator[Item]:
@@ -203,12 +240,16 @@ def text_units(file: File, reading: Reading) -> Iterator[Item]:
             yield start, too_long(reading)
         elif any(not line.isspace() for line in held):
             whole_unit = b"".join(held)
+            row: Row = {}
             try:
-                text = whole_unit.decode("utf-8", "replace" if reading.replace else "strict")
+                text = whole_unit.decode()
             except UnicodeDecodeError as error:
-                yield start + whole_unit.count(b"\n", 0, error.start), Fault("invalid_utf8")
-            else:
-                yield start, {reading.fields.text: text if reading.unit is TextUnit.file else text.rstrip("\r\n")}
+                if not reading.replace:
+                    yield start + whole_unit.count(b"\n", 0, error.start), Fault("invalid_utf8")
+                    return
+                row, text = Repaired(), whole_unit.decode("utf-8", "replace")
+            row[reading.fields.text] = text if reading.unit is TextUnit.file else text.rstrip("\r\n")
+            yield start, row
 
     for number, line in numbered(file, reading.max_row_bytes):
         ends = reading.unit is TextUnit.line or (

@@ -46,6 +46,8 @@ class Fields:
     messages: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
+    prompt_repeated: bool = False
+    """Of preferences in strings: both answers begin with the prompt, in every row."""
 
     def of_messages(self, row: Row) -> str:
         """The field that holds the conversation."""
@@ -105,6 +107,14 @@ def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
     if fields.text in row:
         return Format.text, f"field {fields.text}"
     return None
+
+
+def repeats_prompt(row: Row, fields: Fields) -> bool:
+    """Whether both answers of a preference in strings begin with its prompt."""
+    prompt, *answers = (row.get(name) for name in (fields.prompt, fields.chosen, fields.rejected))
+    return (
+        isinstance(prompt, str) and prompt != "" and all(isinstance(a, str) and a.startswith(prompt) for a in answers)
+    )
 
 
 def _style(value: Any, field: str) -> Format | None:
@@ -231,7 +241,11 @@ def _preference(row: Row, fields: Fields, texts: Texts) -> Parts:
     prompt = given.get(fields.prompt)
     if prompt is None:
         prompt = given.get(fields.of_messages(given)) or given.get("instruction")
-    pair = preferences.pair(prompt, given[fields.chosen], given[fields.rejected], fields.chosen, fields.rejected, texts)
+    chosen, rejected = given[fields.chosen], given[fields.rejected]
+    if fields.prompt_repeated and repeats_prompt(given, fields):
+        size = len(given[fields.prompt])
+        chosen, rejected = chosen[size:], rejected[size:]
+    pair = preferences.pair(prompt, chosen, rejected, fields.chosen, fields.rejected, texts)
     before = with_system(pair.prompt, given, texts)
     require_order([*before, *pair.chosen], fields.chosen)
     require_order([*before, *pair.rejected], fields.rejected)

@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.compute
 
 from stages.text.chats import Texts
+from stages.text.containers import Repaired
 from stages.text.faults import Fault
 from stages.text.files import Container, File
 from stages.text.formats import parts
@@ -147,7 +148,8 @@ def _found(order: Order, source: Source) -> Iterator[tuple[tuple[str, int], Faul
                 continue
             own_id = row.get(id_field) if id_field else None
             record = Record(f"{name}:{line:09d}", source.name, **fields)
-            yield (name, line), (record, None if own_id is None else str(own_id), texts.repaired)
+            repaired = texts.repaired or isinstance(row, Repaired)
+            yield (name, line), (record, None if own_id is None else str(own_id), repaired)
 
 
 def _documentation(source: Source) -> Iterator[tuple[tuple[str, int], tuple[Record, None, bool]]]:
@@ -166,9 +168,10 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def clashing(directory: Path) -> npt.NDArray[Any]:
-    """(part, row) of the rows whose own id stands on another content in front of them too, in order."""
-    found = [np.load(path) for path in sorted(directory.glob("ids-*.npy"))]
+def clashing(directory: Path, numbers: list[int]) -> npt.NDArray[Any]:
+    """The rows of some parts whose own id stands on another content in front of them too, in order."""
+    paths = [directory / f"ids-{part:06d}.npy" for part in numbers]
+    found = [np.load(path) for path in paths if path.exists()]
     if not found:
         return np.empty(0, IDS)
     ids = np.concatenate(found)

@@ -36,7 +36,7 @@ def numbered(file: File, max_bytes: int, start: int = 0, end: int | None = None)
         if start == 0:
             source = _without_mark(file, source)
         else:
-            _skip_line(source)
+            _skip_line(source, end)
         at = source.tell() if end is not None else 0
         number = 0
         while end is None or at < end:
@@ -97,10 +97,10 @@ def whole(file: File) -> Iterator[None]:
         raise StageError(f"{file.name}: cannot be read ({error.strerror or error})") from None
 
 
-def _skip_line(source: IO[bytes]) -> int:
-    """Read up to and with the next line end, a little at a time."""
+def _skip_line(source: IO[bytes], end: int | None = None) -> int:
+    """Read up to and with the next line end, a little at a time; not much further than `end`."""
     skipped = 0
-    while piece := source.readline(SKIP):
+    while (end is None or source.tell() < end) and (piece := source.readline(SKIP)):
         skipped += len(piece)
         if piece.endswith(b"\n"):
             break
@@ -110,11 +110,11 @@ def _skip_line(source: IO[bytes]) -> int:
 def _without_mark(file: File, source: IO[bytes]) -> IO[bytes]:
     """A UTF-8 byte-order mark is dropped; UTF-16 and what is no text at all is refused."""
     head: bytes = source.peek(16)  # type: ignore[attr-defined]  # BufferedReader and GzipFile both have it
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:4]:
-        raise StageError(f"{file.name}: is UTF-16 or UTF-32, wanted UTF-8; save it as UTF-8")
     for magic, what in OTHER.items():
         if head.startswith(magic):
             raise StageError(f"{file.name}: is {what}")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:4]:
+        raise StageError(f"{file.name}: is UTF-16 or UTF-32, wanted UTF-8; save it as UTF-8")
     if head.startswith(MARK):
         source.read(len(MARK))
     return source

@@ -43,9 +43,6 @@ def _of_strings(prompt: Any, chosen: str, rejected: str, texts: Texts) -> Pair:
     if not before:
         shared = _shared(chosen, rejected)
         before = [{"role": "user", "content": shared}] if shared.strip() else []
-    else:
-        shared = before[-1]["content"]
-    if shared and chosen.startswith(shared) and rejected.startswith(shared):
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     return Pair(before, [{"role": "assistant", "content": chosen}], [{"role": "assistant", "content": rejected}])
 

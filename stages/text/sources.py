@@ -10,7 +10,7 @@ from stages.contract import StageError
 from stages.text.containers import Item, Reading, json_lines, json_values, text_units
 from stages.text.faults import Fault, shown
 from stages.text.files import Container, File
-from stages.text.formats import Decision, Fields, Format, recognise
+from stages.text.formats import Decision, Fields, Format, recognise, repeats_prompt
 from stages.text.lines import numbered
 from stages.text.tables import csv_rows, parquet_rows
 
@@ -57,11 +57,13 @@ class Source:
 
     def decided(self) -> "Source":
         """The same with the format that its first usable rows are in."""
-        if self.format is not Format.auto:
-            return replace(self, why=f"stages.ingest.source.format={self.format.value}")
+        given = f"stages.ingest.source.format={self.format.value}"
+        if self.format not in (Format.auto, Format.preference):
+            return replace(self, why=given)
         if all(file.container is Container.text for file in self.files):
             return replace(self, format=Format.text, why=f"one row a {self.reading.unit.value}")
         votes: Counter[tuple[Format, str]] = Counter()
+        repeated: list[bool] = []
         unknown: tuple[str, int, str] | None = None
         looked_at = 0
         for file, (line, row) in self._first():
@@ -70,13 +72,20 @@ class Source:
                 continue
             if (found := recognise(row, self.reading.fields)) is not None:
                 votes[found] += 1
+                repeated += [repeats_prompt(row, self.reading.fields)] if found[0] is Format.preference else []
                 if votes.total() == SAMPLE:
                     break
             elif unknown is None:
                 unknown = file.name, line, shown(sorted(row, key=str))
+        # In one row it may be chance (a prompt "I" before two answers that begin with "I"), in all of them it is a habit.
+        fields = replace(self.reading.fields, prompt_repeated=bool(repeated) and all(repeated))
+        reading = replace(self.reading, fields=fields)
+        habit = "; both answers repeat the prompt, which is taken off" if fields.prompt_repeated else ""
+        if self.format is not Format.auto:
+            return replace(self, reading=reading, why=given + habit)
         if votes:
             decision = Decision.of(votes, looked_at)
-            return replace(self, format=decision.format, why=decision.why)
+            return replace(self, reading=reading, format=decision.format, why=decision.why + habit)
         if unknown is not None:
             raise StageError(self._unknown(*unknown))
         return self  # nothing usable: the rows themselves say why

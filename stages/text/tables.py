@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from stages.contract import StageError
-from stages.text.containers import Item, Reading, too_long
+from stages.text.containers import Item, Reading, Repaired, too_long
 from stages.text.faults import Fault, shown
 from stages.text.files import Container, File, opened
 from stages.text.formats import by_names
@@ -28,7 +28,7 @@ def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
     """A row's line is the one that it begins in; quoted values may hold line ends."""
     delimiter = reading.delimiter or ("\t" if file.container is Container.tsv else ",")
     csv.field_size_limit(min(reading.max_row_bytes, 2**31 - 1))
-    lines = _Lines(numbered(file, reading.max_row_bytes), reading)
+    lines = _Lines(numbered(file, reading.max_row_bytes))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -49,14 +49,14 @@ def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
         elif len(values) != len(header):
             yield start, Fault("column_count", detail=f"{len(values)} values, {len(header)} columns")
         else:
-            yield start, _decoded(header, values)
+            yield start, _decoded(header, values, reading)
 
 
 class _Lines:
     """Lines as text for `csv`, which reads a row's further lines by itself."""
 
-    def __init__(self, lines: Iterator[tuple[int, Line]], reading: Reading) -> None:
-        self.lines, self.errors, self.number = lines, "replace" if reading.replace else "surrogateescape", 0
+    def __init__(self, lines: Iterator[tuple[int, Line]]) -> None:
+        self.lines, self.number = lines, 0
 
     def __iter__(self) -> "_Lines":
         return self
@@ -65,7 +65,7 @@ class _Lines:
         self.number, line = next(self.lines)
         if line is None:
             raise csv.Error("field larger than field limit")
-        return line.decode("utf-8", self.errors)
+        return line.decode("utf-8", "surrogateescape")
 
 
 def _fault(file: File, start: int, lines: _Lines, said: str, reading: Reading) -> Fault:
@@ -81,14 +81,17 @@ def _fault(file: File, start: int, lines: _Lines, said: str, reading: Reading) -
     return Fault("cut_off", detail="a quote is never closed")
 
 
-def _decoded(header: list[str], values: list[str]) -> dict[str, Any] | Fault:
+def _decoded(header: list[str], values: list[str], reading: Reading) -> dict[str, Any] | Fault:
     """Bytes that are no UTF-8 came in as lone surrogates, which a CSV file cannot hold otherwise."""
     if not all(map(str.isascii, values)):
         for name, value in zip(header, values, strict=True):
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                return Fault("invalid_utf8", name, f"character {error.start + 1}")
+                if not reading.replace:
+                    return Fault("invalid_utf8", name, f"character {error.start + 1}")
+                whole = [value.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for value in values]
+                return Repaired(zip(header, whole, strict=True))
     return dict(zip(header, values, strict=True))
 
 
@@ -158,14 +161,14 @@ def _rows(batch: pyarrow.RecordBatch, reading: Reading) -> Iterator[dict[str, An
         names = batch.schema.names
         columns = [column.cast(_binary(column.type)) for column in batch.columns]
         for index in range(batch.num_rows):
-            row: dict[str, Any] = {}
+            raw = {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
             try:
-                for name, column in zip(names, columns, strict=True):
-                    row[name] = _text(column[index].as_py(), name, reading)
+                yield {name: _text(value, name, "strict") for name, value in raw.items()}
             except Fault as fault:
-                yield fault
-            else:
-                yield row
+                if reading.replace:
+                    yield Repaired({name: _text(value, name, "replace") for name, value in raw.items()})
+                else:
+                    yield fault
 
 
 def _binary(kind: pyarrow.DataType) -> pyarrow.DataType:
@@ -185,14 +188,14 @@ def _binary(kind: pyarrow.DataType) -> pyarrow.DataType:
     return kind
 
 
-def _text(value: Any, field: str, reading: Reading) -> Any:
+def _text(value: Any, field: str, errors: str) -> Any:
     if isinstance(value, bytes):
         try:
-            return value.decode("utf-8", "replace" if reading.replace else "strict")
+            return value.decode("utf-8", errors)
         except UnicodeDecodeError as error:
             raise Fault("invalid_utf8", field, f"byte {error.start + 1}") from None
     if isinstance(value, list):
-        return [_text(inner, field, reading) for inner in value]
+        return [_text(inner, field, errors) for inner in value]
     if isinstance(value, dict):
-        return {name: _text(inner, field, reading) for name, inner in value.items()}
+        return {name: _text(inner, field, errors) for name, inner in value.items()}
     return value

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -316,10 +317,11 @@ def test_what_cannot_be_a_source_is_named_before_anything_is_read(make_context: 
 def test_impossible_values_are_refused_by_name() -> None:
     for wrong, name in (({"limit": 0}, "limit"), ({"max_bad_fraction": 1.5}, "max_bad_fraction")):
         with pytest.raises(ValueError, match=name):
-            IngestConfig(**wrong)  # type: ignore[arg-type]
-    for field in ("path", "text_field", "prompt_field", "completion_field"):
-        with pytest.raises(ValueError, match=field):
-            SourceConfig(**{field: ""})
+            IngestConfig(**wrong)
+    fields: list[dict[str, Any]] = [{f: ""} for f in ("path", "text_field", "prompt_field", "completion_field")]
+    for values in fields:
+        with pytest.raises(ValueError, match=next(iter(values))):
+            SourceConfig(**values)
 
 
 def test_the_identity_of_files_is_their_content_under_relative_names(tmp_path: Path) -> None:
