@@ -22,6 +22,7 @@ from pipelines.datasets import OUTPUT
 from pipelines.digests import sha256_text
 from pipelines.journal import Run
 from pipelines.lease import Lease
+from pipelines.params import changed_params
 from pipelines.plan import Step, artifact
 from pipelines.pool import STOP_GRACE_S, TIMEOUT_GRACE_S, converse
 from pipelines.recorder import Pruned, Recorder
@@ -59,8 +60,6 @@ class Attempt:
 
     def run(self, parent: Run, lease: Lease) -> Record:
         """Execute the step under its lease and publish what it made. Raises what the stage raised."""
-        from pipelines.tracking import changed_params
-
         step, store = self.step, self.store
         assert step.fingerprint is not None
         die_if_asked(step.name, "before-start")
@@ -149,18 +148,18 @@ class Attempt:
 
     def _execute(self, child: Run, recorder: Recorder, lease: Lease, staged: Path) -> Deposit:
         """Have a worker process run the stage, and listen to it."""
-        from pipelines.registering import MlflowRegistry
-
         step, line = self.step, self.line
         assert step.fingerprint is not None
         where = None
         if step.needs_ray:
             line.progress(0.0, "waiting for Ray")
             where = self.session.ray()
-        registry = MlflowRegistry(self.session.tracking(self.app.name), child)
+        registry = self.session.tracking(self.app.name).registry(child)
 
         def answer(method: str, *arguments: Any) -> Any:
             assert method in REGISTRY_CALLS, method
+            if method == "set_alias":
+                die_if_asked(arguments[1], "before-alias")
             return getattr(registry, method)(*arguments)
 
         job = Job(

@@ -121,10 +121,11 @@ def ui(console: Console, overrides: list[str], conf: str | None) -> int:
 
 
 def down(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import cluster
+    from pipelines import cluster, desk
 
     app = compose(overrides, conf)
-    console.line(cluster.down(app.cluster, app.state_root) or "nothing of this project is running")
+    ended = [cluster.down(app.cluster, app.state_root), desk.end(app.state_root)]
+    console.line("\n".join(said for said in ended if said) or "nothing of this project is running")
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,12 +30,66 @@ UNSEEN_S, UNSEEN_ENDED_S = 86400.0, 600.0
 the second, when its run has ended and only the sending is left."""
 
 
+class NotTaken(Exception):
+    """The store does not take it, now or ever; the text is its own."""
+
+
 class Sends(Protocol):
     """Applies one line; raises while the store cannot take it."""
 
     run_id: str | None
 
     def send(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """No more lines."""
+
+
+class Recorded(Protocol):
+    """What other runs and the registry ask of a run."""
+
+    @property
+    def run_id(self) -> str | None: ...
+
+
+class Runs:
+    """Starts runs in one experiment of one store. Their lines go where `sender` takes them."""
+
+    experiment_id: str
+
+    def __init__(self, uri: str, spool: Path) -> None:
+        self.uri = uri
+        self.spool = spool
+        spool.mkdir(parents=True, exist_ok=True)
+
+    def sender(self, journal: Path, parent: Recorded | None, asked: bool) -> Sends:
+        """`asked`: whether a request that makes the run may have been sent before."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """No more runs."""
+
+    def start_parent(
+        self, name: str, tags: Mapping[str, str], under: "Run | None" = None, journal: str | None = None
+    ) -> "Run":
+        """The run of an invocation; `under` is the run of the sweep that it is a point of. `journal` names one that was started
+        by an earlier process and goes on."""
+        return self._start(name, tags, under, journal)
+
+    def start_child(self, parent: "Run", name: str, tags: Mapping[str, str]) -> "Run":
+        return self._start(name, tags, parent)
+
+    def _start(self, name: str, tags: Mapping[str, str], parent: "Run | None", known: str | None = None) -> "Run":
+        create = {
+            "op": "create",
+            "uri": redacted(self.uri),
+            "experiment": self.experiment_id,
+            "name": name,
+            "tags": {**tags, "raykeel.owner": json.dumps(identity())},
+            "parent": parent.journal if parent else None,
+        }
+        journal = self.spool / f"{known or uuid.uuid4().hex}.jsonl"
+        return Run(journal, self.sender(journal, parent, known is not None), create, parent)
 
 
 class Run:
@@ -161,6 +216,7 @@ class Run:
         if not all(self._deliver(line) for line in texts):
             return
         self._sent = True
+        self._sender.close()
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
@@ -172,7 +228,8 @@ class Run:
                 self._error = self._failing_since = None
                 return True
             except Exception as error:
-                self._error = redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                said = str(error).partition("\n")[0]
+                self._error = redacted(said if isinstance(error, NotTaken) else f"{type(error).__name__}: {said}")
                 self._failing_since = self._failing_since or time.monotonic()
                 if not insist:
                     return False

@@ -1,5 +1,5 @@
 """Writing the model registry, and waiting out its short outages. Apart from `pipelines/tracking.py`, because a journal can wait for
-a server and a stage that needs the answer cannot.
+a server and a stage that needs the answer cannot. Runs in the scribe.
 """
 
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pipelines.config import redacted
-from pipelines.journal import Run
+from pipelines.journal import Recorded
 from pipelines.registry import RegistryReader
 from stages.artifacts import Artifact
 from stages.contract import ResourcesUnavailable
@@ -22,22 +22,22 @@ T = TypeVar("T")
 class MlflowRegistry(RegistryReader):
     """The full `stages.contract.Registry`: reading as planned, writing through MLflow. A short outage is waited out."""
 
-    def __init__(self, tracking: Any, run: Run) -> None:
+    def __init__(self, tracking: Any, run: Recorded, asked: bool = False) -> None:
+        """`asked`: whether a version may have been made before by a request whose answer was lost."""
         super().__init__(tracking.uri)
         self._client = tracking.client
         self._run = run
+        self._asked = asked
 
     def register(self, name: str, model: Artifact, tags: Mapping[str, str], metrics: Mapping[str, float]) -> int:
         """Make a version of `name`, whole in one step: a reader sees it with its digest and `uri` or not at all."""
         shown = {key: f"{value:.6g}" for key, value in metrics.items()}
         shown |= {**tags, "digest": model.digest, "uri": model.uri}
-        asked = False
 
         def make() -> int:
-            nonlocal asked
-            if asked and (found := RegistryReader.find(self, name, model.digest)) is not None:
+            if self._asked and (found := RegistryReader.find(self, name, model.digest)) is not None:
                 return found  # the first request came through, its answer did not
-            asked = True
+            self._asked = True
             try:
                 self._client.create_registered_model(name)
             except Exception as error:
@@ -51,9 +51,6 @@ class MlflowRegistry(RegistryReader):
         return self._patiently(make, f"models:/{name}: no version was made")
 
     def set_alias(self, name: str, alias: str, version: int) -> None:
-        from pipelines.attempt import die_if_asked
-
-        die_if_asked(alias, "before-alias")
         self._patiently(
             lambda: self._client.set_registered_model_alias(name, alias, str(version)),
             f"models:/{name}@{alias}: the alias was not moved to version {version}",

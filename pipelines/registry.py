@@ -171,5 +171,19 @@ def fetch(url: str, timeout_s: float) -> bytes:
     return came[0]
 
 
+def require_server(uri: str, timeout_s: float) -> None:
+    """Raises ResourcesUnavailable within about `timeout_s`: MLflow's own client retries a dead address for minutes."""
+    try:
+        fetch(f"{uri.rstrip('/')}/health", timeout_s)
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            raise ResourcesUnavailable(f"tracking.uri={redacted(uri)}: the server answers {error.code}") from error
+    except (OSError, ValueError) as error:
+        raise ResourcesUnavailable(
+            f"tracking.uri={redacted(uri)}: no MLflow server answers within {timeout_s:.0f} s ({redacted(str(error))}); start it, "
+            "or use tracking=local"
+        ) from error
+
+
 def _quoted(name: str) -> str:
     return name.replace("'", "''")

@@ -15,14 +15,15 @@ from typing import Any
 from pipelines import cluster, plan
 from pipelines.config import AppConfig, ClusterMode, redacted
 from pipelines.console import Console
-from pipelines.journal import left_behind
+from pipelines.desk import Desk
+from pipelines.dictation import Dictation, start_ahead
+from pipelines.journal import Runs, left_behind
 from pipelines.plan import Step
 from pipelines.pool import Pool, kill_all
 from pipelines.recorder import Point
 from pipelines.registry import RegistryReader, tracking_uri
 from pipelines.store import Store
 from stages.contract import ResourcesUnavailable, StageError
-from stages.storage.bucket import local_path
 
 
 class Terminated(BaseException):
@@ -75,7 +76,7 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._ray: Callable[[], cluster.Address] | None = None
         self._lock = threading.Lock()
-        self._tracking: dict[str, Any] = {}
+        self._tracking: dict[str, Runs] = {}
         self.point: Point | None = None
         """Which point of a sweep is run now."""
 
@@ -88,10 +89,15 @@ class Session:
         self.pool.close()  # before the Ray that they have joined
         cluster.give_up()
         self._stack.close()
+        for store in self._tracking.values():
+            store.close()
 
     def warm_up(self, *, ray: bool) -> None:
-        """Start in the background what the first stages need: a worker, and the local head. Failures are told by `ray`."""
+        """Start in the background what the first stages need: a worker, the scribe, the local head. Failures are told by
+        `tracking` and `ray`."""
         self.pool.warm_up()
+        if not self._tracking:
+            threading.Thread(target=start_ahead, args=(Desk.of(self.app),), daemon=True).start()
         if ray and self.app.cluster.mode is ClusterMode.local and self._ray is None:
             self._ray = self._stack.enter_context(cluster.provide(self.app.cluster, self.app.state_root))
             threading.Thread(
@@ -114,14 +120,9 @@ class Session:
 
     def tracking(self, experiment: str) -> Any:
         """The open tracking store for a pipeline's experiment. Raises ResourcesUnavailable."""
-        from pipelines.tracking import Tracking
-
         name = self.app.tracking.experiment or experiment
         if name not in self._tracking:
-            uri = tracking_uri(self.app.tracking.uri, self.app.state_root)
-            place = None if local_path(self.app.store_root) else f"{self.app.store_root}/mlflow"
-            timeout_s = self.app.tracking.timeout_s
-            self._tracking[name] = Tracking(uri, self.app.state_root, name, timeout_s, place, self._maker_of)
+            self._tracking[name] = Dictation(Desk.of(self.app), name)
         return self._tracking[name]
 
     def tidy(self, experiment: str) -> None:
@@ -130,11 +131,6 @@ class Session:
         if any(lines[0]["uri"] == uri for _, lines in left_behind(self.app.state_root / "spool")):
             with contextlib.suppress(ResourcesUnavailable):  # the next run that does something says so
                 self.tracking(experiment)
-
-    def _maker_of(self, fingerprint: str) -> str | None:
-        """Id of the MLflow run that published a result."""
-        record, _ = Store.open(self.app).find(fingerprint)
-        return record.meta.get("run_id") if record else None
 
 
 @contextlib.contextmanager

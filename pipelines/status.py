@@ -5,7 +5,7 @@ and must stay light: it loads neither Ray nor MLflow, and changes nothing.
 import shutil
 from pathlib import Path
 
-from pipelines import cluster, ledger, pins, registered
+from pipelines import cluster, desk, ledger, pins, registered
 from pipelines.config import AppConfig, compose, redacted
 from pipelines.console import Console
 from pipelines.inventory import Inventory, Slot, shown, size
@@ -52,7 +52,11 @@ def running(app: AppConfig, everything: Inventory, runs: list[Invocation]) -> Ro
             holder = f"process {slot.holder.get('pid')} on {slot.holder.get('host')}"
             rows.append((f"result {slot.fingerprint[:12]}", f"being made by {holder}"))
     head = cluster.running_head(app.state_root)
-    return [*rows, ("Ray head", f"process {head['pid']} at {head['address']}" if head else "not running")]
+    rows.append(("Ray head", f"process {head['pid']} at {head['address']}" if head else "not running"))
+    return [
+        *rows,
+        *(("MLflow's scribe", f"process {one['pid']} for {one['uri']}") for one in desk.running(app.state_root)),
+    ]
 
 
 def _same(slot: Slot, run: Invocation) -> bool:

@@ -11,13 +11,12 @@ import re
 import shlex
 import sys
 import time
-from functools import partial
 from typing import Any
 
 from pipelines import log_file
 from pipelines.axes import Axis, Sampler, axes_of, grid
 from pipelines.commands import as_typed
-from pipelines.config import AppConfig, compose, redacted
+from pipelines.config import AppConfig, compose
 from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 from pipelines.points import Book, Entry
@@ -121,7 +120,7 @@ class _Sweep:
                 if number in ended and ended[number].state != "failed":
                     continue
                 again = ended[number].varied if number in ended else None
-                told = _told_before(tracking, above, number) if journal else None
+                told = tracking.ended_point(above.run_id, number) if journal and above.run_id else None
                 self.book.write(self._point(session, above, number, self._varied(number, again), told))
             failed = [entry for entry in self.book.entries() if entry.state == "failed"]
             status = "FAILED" if failed else "FINISHED"
@@ -151,14 +150,14 @@ class _Sweep:
         return {key: value for key, _, value in (override.partition("=") for override in chosen)}
 
     def _point(self, session: Any, above: Any, number: int, varied: dict[str, str], told: Any) -> Entry:
-        """Run one point to its end, whatever that is. Signals pass. `told` is its run in MLflow when it came to its end before."""
+        """Run one point to its end, whatever that is. Signals pass. `told`: tags of its run in MLflow when that came to its end before."""
         from pipelines import runner
 
         typed = [*self.fixed, *(f"{key}={value}" for key, value in varied.items())]
         entry = Entry(number, varied, "failed")
         self.console.line(f"\npoint {number} of {self.count}: {entry.shown}")
-        if told and "raykeel.pruned" in told.data.tags:
-            return Entry(number, varied, "pruned", error=told.data.tags["raykeel.pruned"])
+        if told and "raykeel.pruned" in told:
+            return Entry(number, varied, "pruned", error=told["raykeel.pruned"])
         pruner = self._pruner()
         params = {re.sub(r"[^\w.:/ -]", "_", key.lstrip("+")): value for key, value in varied.items()}
         point = Point(f"point {number}", above, params, pruner.should_stop if pruner else None)
@@ -250,18 +249,6 @@ def _is_everybodys(error: BaseException) -> bool:
         seen.append(one)
         one = one.__cause__ or one.__context__
     return isinstance(error, ResourcesUnavailable | BucketError) or any(room.is_full(one) for one in seen)
-
-
-def _told_before(tracking: Any, above: Any, number: int) -> Any:
-    """The MLflow run of a point that came to its end, although the book, after a kill, does not say so; None when there is none."""
-    from pipelines.registering import PATIENCE_S, patiently
-
-    if above.run_id is None:
-        return None
-    query = f"tags.`mlflow.parentRunId` = '{above.run_id}' and tags.`raykeel.point` = '{number}'"
-    ask = partial(tracking.client.search_runs, [tracking.experiment_id], query)
-    found = patiently(ask, PATIENCE_S, f"tracking.uri={redacted(tracking.uri)}")
-    return next((run for run in found if run.info.status == "FINISHED" or "raykeel.pruned" in run.data.tags), None)
 
 
 def _go_on(book: Book, typed: list[str]) -> list[str]:

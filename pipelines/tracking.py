@@ -1,40 +1,36 @@
 """The record in MLflow: the only module that imports mlflow. Apart, because MLflow is a view: manifests are the state.
 
 One parent run per invocation that did something, one child per executed attempt. Only the driver writes, through a journal:
-each call is one JSON line on disk first and is sent by a thread, so that a slow or absent server never stops a stage; what
-was not sent by the end is replayed at the next start. Every line can be sent twice without harm (same run, step and time);
-a run that was made twice, because the answer to the first request was lost, is found by its journal's name and taken away.
+each call is one JSON line on disk first and is handed on by a thread, so that a slow or absent server never stops a stage; what
+was not sent by the end is replayed at the next start. The process that takes the lines and has this module in it is the scribe
+(`pipelines/scribe.py`). Every line can be sent twice without harm (same run, step and time); a run that was made twice, because the
+answer to the first request was lost, is found by its journal's name and taken away.
 """
 
-import dataclasses
+import contextlib
 import fcntl
 import gc
-import hashlib
 import json
 import logging
 import os
-import urllib.error
 import urllib.parse
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import plain, redacted
-from pipelines.journal import Run, journal_lines, left_behind
-from pipelines.lease import identity, is_alive, same_host
-from pipelines.registering import NEVER_ACCEPTED, PATIENCE_S, patiently
-from pipelines.registry import fetch
-from stages.contract import ResourcesUnavailable, StageConfig
+from pipelines import settling
+from pipelines.config import redacted
+from pipelines.journal import Recorded, Runs, journal_lines
+from pipelines.registering import NEVER_ACCEPTED, PATIENCE_S, MlflowRegistry, patiently
+from pipelines.registry import require_server
+from stages.contract import ResourcesUnavailable
 
-PARAM_LIMIT = 500
-"""MLflow cuts values over 6,000 characters without a word; longer ones than this are shown by their beginning and digest."""
 TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Opens the UI on runs and curves; its own guess is the view for chat traces."""
 _log = logging.getLogger(__name__)
 
 
-class Tracking:
+class Tracking(Runs):
     """An open MLflow store, with this project's experiment."""
 
     def __init__(
@@ -49,115 +45,98 @@ class Tracking:
         """Opens the store; raises ResourcesUnavailable within about `timeout_s` when a server does not answer. `artifacts` is
         the URI below which a new experiment of a local store keeps its files; default: the state directory. `maker_of` gives
         the id of the run that published the result of a fingerprint."""
-        self.uri = uri
-        self._maker_of = maker_of
-        self.spool = state / "spool"
-        self.spool.mkdir(parents=True, exist_ok=True)
-        server = uri.startswith("http")
-        if server:
-            _require_server(uri, timeout_s)
+        super().__init__(uri, state / "spool")
+        self._state, self._name, self._place, self._maker_of = state, experiment, artifacts, maker_of
+        self._is_server = uri.startswith("http")
+        self._patience_s = timeout_s if self._is_server else PATIENCE_S
+        if self._is_server:
+            require_server(uri, timeout_s)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # a request that is repeated blindly makes a run twice
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, int(timeout_s)))
         os.environ.setdefault("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
-        gc.disable()  # 1.5 s of CPU, a sixth of it looking for garbage among modules that stay
-        try:
-            import mlflow
-        finally:
-            gc.enable()
+        load()
+        self.client: Any = None
+        self._file: tuple[int, int] | None = None
+        self.renew()
 
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.ERROR)
-        # It prints what it raises, with a traceback; a lock that passes is no news.
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-        if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        # Several first users of a fresh SQLite file break each other's schema migration for good.
+    def renew(self) -> None:
+        """Make sure that this store can be written to, now, and bring it up to date: once for each run that will write."""
+        shown = f"tracking.uri={redacted(self.uri)}"
+        with self._alone():
+            if self.client is None:
+                self.client = patiently(self._connected, self._patience_s, shown)
+            found = patiently(self._experiment, self._patience_s, shown)
+            self.experiment_id = _usable(found)
+            self._file = self._file or self._file_now()
+        self.settle()
+
+    def settle(self) -> None:
+        """Send what killed processes left unsent, and close the runs that they left open."""
+        with self._alone():
+            settling.replay(self)
+            settling.reconcile(self, self._maker_of)
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether the local database that is open here is not, or not any more, the one at its path."""
+        return self._file is not None and self._file_now() != self._file
+
+    def _file_now(self) -> tuple[int, int] | None:
+        if not self.uri.startswith("sqlite:///"):
+            return None
+        try:
+            status = Path(self.uri.removeprefix("sqlite:///")).stat()
+        except OSError:
+            return (0, 0)
+        return status.st_dev, status.st_ino
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Several first users of a fresh SQLite file break each other's schema migration for good."""
         with (self.spool / "first-use.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            mlflow.set_tracking_uri(uri)
-            patience = timeout_s if server else PATIENCE_S
-            shown = f"tracking.uri={redacted(uri)}"
-            self.client = patiently(lambda: mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri), patience, shown)
-            place = artifacts or (state / "mlflow" / "artifacts").as_uri()
-            found = patiently(lambda: self._experiment(experiment, None if server else place), patience, shown)
-            self.experiment_id = _usable(found)
-            self._replay()
-            self._reconcile()
+            yield
 
-    def _experiment(self, name: str, place: str | None) -> Any:
-        """The experiment, made with its artifacts below `place` when it does not exist."""
+    def _connected(self) -> Any:
+        import mlflow
+
+        if self.uri.startswith("sqlite:///"):
+            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        mlflow.set_tracking_uri(self.uri)
+        return mlflow.MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def _experiment(self) -> Any:
+        """The experiment; one of a local store is made with its artifacts where the store's are."""
         from mlflow.exceptions import MlflowException
 
-        if (found := self.client.get_experiment_by_name(name)) is not None:
+        if (found := self.client.get_experiment_by_name(self._name)) is not None:
             return found
-        location = f"{place}/{urllib.parse.quote(name)}" if place else None
+        place = self._place or (self._state / "mlflow" / "artifacts").as_uri()
+        location = None if self._is_server else f"{place}/{urllib.parse.quote(self._name)}"
         if location and location.startswith("file:"):
             _local(location).mkdir(parents=True, exist_ok=True)
         try:
-            self.client.create_experiment(name, artifact_location=location, tags=TRAINING_VIEW)
+            self.client.create_experiment(self._name, artifact_location=location, tags=TRAINING_VIEW)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # made by another client meanwhile
                 raise
-        return self.client.get_experiment_by_name(name)
+        return self.client.get_experiment_by_name(self._name)
 
-    def start_parent(
-        self, name: str, tags: Mapping[str, str], under: Run | None = None, journal: str | None = None
-    ) -> Run:
-        """The run of an invocation; `under` is the run of the sweep that it is a point of. `journal` names one that was started
-        by an earlier process and goes on."""
-        return self._start(name, tags, under, journal)
+    def sender(self, journal: Path, parent: Recorded | None, asked: bool) -> "Sender":
+        return Sender(self, journal, parent, asked)
 
-    def start_child(self, parent: Run, name: str, tags: Mapping[str, str]) -> Run:
-        return self._start(name, tags, parent)
+    def registry(self, run: Recorded) -> MlflowRegistry:
+        """The model registry; what is registered is shown as made by `run`."""
+        return MlflowRegistry(self, run)
 
-    def _start(self, name: str, tags: Mapping[str, str], parent: Run | None, known: str | None = None) -> Run:
-        create = {
-            "op": "create",
-            "uri": redacted(self.uri),
-            "experiment": self.experiment_id,
-            "name": name,
-            "tags": {**tags, "raykeel.owner": json.dumps(identity())},
-            "parent": parent.journal if parent else None,
-        }
-        journal = self.spool / f"{known or uuid.uuid4().hex}.jsonl"
-        return Run(journal, Sender(self, journal, parent, asked=known is not None), create, parent)
-
-    def _replay(self) -> None:
-        """Send what earlier processes could not, oldest first, so that a parent exists before its children; texts last."""
-        left = [item for item in left_behind(self.spool) if item[1][0]["uri"] == redacted(self.uri)]
-        for path, lines in sorted(left, key=lambda item: item[1][0]["at"]):
-            sender = Sender(self, path)
-            sender.run_id = next((line["run_id"] for line in lines if line["op"] == "is"), None)
-            try:
-                for line in sorted(lines, key=lambda line: line["op"] == "text"):
-                    sender.send(line)
-            except Exception as error:
-                _log.warning("%s is kept for the next run: %s", path, redacted(str(error)))
-            else:
-                path.unlink(missing_ok=True)
-
-    def _reconcile(self) -> None:
-        """Close runs that a killed process of this host left RUNNING, in whichever experiment."""
-        try:
-            experiments = [e.experiment_id for e in self.client.search_experiments()]
-            for run in self.client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000):
-                owner = json.loads(run.data.tags.get("raykeel.owner", "{}"))
-                if not same_host(owner) or is_alive(owner):
-                    continue
-                made = self.of_journal(run.data.tags.get("raykeel.journal", ""), run.info.experiment_id)
-                if len(made) > 1 and not run.data.metrics and not run.data.params:
-                    self.client.delete_run(run.info.run_id)  # made twice: the request came through, its answer did not
-                    continue
-                fingerprint = run.data.tags.get("raykeel.fingerprint")
-                published = bool(fingerprint) and self._maker_of(fingerprint) == run.info.run_id
-                how = "after its result was published" if published else "before it ended"
-                self.client.set_tag(
-                    run.info.run_id, "raykeel.ended", f"its process was gone {how}; closed by a later run"
-                )
-                self.client.set_terminated(run.info.run_id, "FINISHED" if published else "KILLED")
-        except Exception as error:  # an untidy list is no reason not to run
-            _log.warning("runs left RUNNING could not be looked for: %s", redacted(str(error)))
+    def ended_point(self, sweep: str, number: int) -> dict[str, str] | None:
+        """Tags of the run of a sweep's point that came to its end; None when there is none. `sweep` is the id of the run above."""
+        query = f"tags.`mlflow.parentRunId` = '{sweep}' and tags.`raykeel.point` = '{number}'"
+        shown = f"tracking.uri={redacted(self.uri)}"
+        found = patiently(lambda: self.client.search_runs([self.experiment_id], query), PATIENCE_S, shown)
+        ended = (run for run in found if run.info.status == "FINISHED" or "raykeel.pruned" in run.data.tags)
+        return next((dict(run.data.tags) for run in ended), None)
 
     def of_journal(self, journal: str, experiment: str) -> list[str]:
         """Ids of the runs that were made for a journal: none or one, more when answers were lost."""
@@ -170,7 +149,7 @@ class Tracking:
 class Sender:
     """Applies journal lines to MLflow. Each can be applied twice."""
 
-    def __init__(self, tracking: Tracking, journal: Path, parent: Run | None = None, asked: bool = True) -> None:
+    def __init__(self, tracking: Tracking, journal: Path, parent: Recorded | None = None, asked: bool = True) -> None:
         """Without `parent`, the run above is looked for by the name of its journal. `asked`: whether a request that makes this
         run may have been sent before."""
         self._tracking = tracking
@@ -195,6 +174,9 @@ class Sender:
                     self.send({"op": "metrics", "points": [point]})
                 return
             _log.warning("MLflow refuses a %s line: %s", line["op"], redacted(str(error)))
+
+    def close(self) -> None:
+        """Nothing is held for it."""
 
     def _send_create(self, line: dict[str, Any]) -> None:
         if self.run_id is None and self._asked:
@@ -282,32 +264,6 @@ class Sender:
         self._tracking.client.set_terminated(self.run_id, line["status"], line["at"])
 
 
-def changed_params(cfg: StageConfig) -> dict[str, str]:
-    """Flat name -> value of the fields that differ from their defaults (and those that have none)."""
-    params: dict[str, str] = {}
-
-    def visit(value: Any, where: str) -> None:
-        for f in dataclasses.fields(value):
-            item, name = getattr(value, f.name), f"{where}{f.name}"
-            default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-            if item == default or name == "inputs":
-                continue
-            if dataclasses.is_dataclass(item):
-                visit(item, f"{name}.")
-            else:
-                params[name] = _shown(plain(item))
-
-    visit(cfg, "")
-    return params
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) <= PARAM_LIMIT:
-        return text
-    return f"{text[:200]}... ({len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}; whole in config.json)"
-
-
 def _local(location: str) -> Path:
     return Path(urllib.parse.unquote(urllib.parse.urlparse(location).path))
 
@@ -328,15 +284,14 @@ def _usable(experiment: Any) -> str:
     return str(experiment.experiment_id)
 
 
-def _require_server(uri: str, timeout_s: float) -> None:
-    """MLflow's own client retries a dead address for minutes."""
+def load() -> None:
+    """Import MLflow, which takes 1.5 s of CPU, a sixth of it looking for garbage among modules that stay."""
+    gc.disable()
     try:
-        fetch(f"{uri.rstrip('/')}/health", timeout_s)
-    except urllib.error.HTTPError as error:
-        if error.code >= 500:
-            raise ResourcesUnavailable(f"tracking.uri={redacted(uri)}: the server answers {error.code}") from error
-    except (OSError, ValueError) as error:
-        raise ResourcesUnavailable(
-            f"tracking.uri={redacted(uri)}: no MLflow server answers within {timeout_s:.0f} s ({redacted(str(error))}); start it, "
-            "or use tracking=local"
-        ) from error
+        import mlflow  # noqa: F401
+    finally:
+        gc.enable()
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    # It prints what it raises, with a traceback; a lock that passes is no news.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)

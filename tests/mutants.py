@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "no-replay",
         "pipelines/tracking.py",
-        "            self._replay()\n",
+        "            settling.replay(self)\n",
         "",
         ("tests/pipelines/test_tracking.py::test_a_journal_that_was_left_behind_is_replayed_without_doubles",),
     ),
@@ -230,13 +230,13 @@ MUTANTS = (
     Mutant(
         "left-running",
         "pipelines/tracking.py",
-        "            self._reconcile()\n",
+        "            settling.reconcile(self, self._maker_of)\n",
         "",
         (f"{RUNNER}::test_a_killed_driver_leaves_nothing_published_and_the_next_run_is_right",),
     ),
     Mutant(
         "published-but-killed",
-        "pipelines/tracking.py",
+        "pipelines/settling.py",
         '"FINISHED" if published else "KILLED"',
         '"KILLED"',
         (f"{KILLED}[after-commit-gather]",),

@@ -126,7 +126,7 @@ class _Quiet:
     def start_parent(self, *_: Any) -> "_Quiet":
         return self
 
-    start_child = start_parent
+    start_child = registry = start_parent
 
     def _forget(self, *_: Any, **__: Any) -> None: ...
 

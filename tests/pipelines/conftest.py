@@ -2,11 +2,15 @@
 
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
 import pytest
 
+from pipelines import scribe
+from pipelines.config import AppConfig
+from pipelines.desk import Desk
 from tests.pipelines.stored import World
 from tests.services import Service
 
@@ -21,9 +25,11 @@ def fresh_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def state(tmp_path: Path, fresh_mlflow: Path) -> Path:
+def state(tmp_path: Path, fresh_mlflow: Path) -> Iterator[Path]:
+    """With a scribe in this process: one of its own imports MLflow anew (1.5 s), which is not what most tests ask."""
     shutil.copytree(fresh_mlflow, tmp_path / "state")
-    return tmp_path / "state"
+    with scribe.here(Desk.of(AppConfig(name="stub", state=str(tmp_path / "state")))):
+        yield tmp_path / "state"
 
 
 @pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.slow)])

@@ -18,9 +18,10 @@ import pytest
 
 from pipelines.config import redacted
 from pipelines.lease import identity
+from pipelines.params import changed_params
 from pipelines.registering import MlflowRegistry, patiently
 from pipelines.registry import RegistryReader
-from pipelines.tracking import Tracking, changed_params
+from pipelines.tracking import Tracking
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
 from tests.pipelines.stubs import MakeConfig, StubResources
