@@ -3,27 +3,26 @@ Apart, because it reads published summaries and records only; it never computes 
 """
 
 import contextlib
+import dataclasses
 import html
 import json
 import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines import cost, drawing, plan, reasons
+from pipelines import cost, data_card, data_page, drawing, plan, reasons
 from pipelines.config import AppConfig
+from pipelines.data_card import Card
 from pipelines.plan import Step
 from pipelines.store import Store
 from stages.artifacts import (
     SUMMARY,
     Approval,
     Artifact,
-    Corpus,
     Endpoint,
     EvalReport,
     ModelVersion,
     ProbeReport,
-    Rows,
-    TokenDataset,
 )
 from stages.storage.bucket import BucketError
 
@@ -45,6 +44,7 @@ class Facts:
     summaries: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Artifact type name -> summary of the last stage that made one."""
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    card: Card = field(default_factory=Card)
 
     def of(self, kind: type[Artifact]) -> dict[str, Any]:
         return self.summaries.get(kind.__name__, {})
@@ -77,15 +77,21 @@ def gather(app: AppConfig, steps: list[Step], store: Store, status: str, problem
     does not answer is not waited for: the report then says less."""
     facts = Facts(app.name, status, problem, command, app.seed, steps)
     bucket = store.bucket.impatient(PATIENCE_S)
-    known = [(step.stage.output.__name__, step.record) for step in steps if step.record is not None]
+    known = [(step, step.record) for step in steps if step.record is not None]
     for _, record in known:
         facts.curves.update(record.meta.get("curves") or {})
+    by_step: dict[str, dict[str, Any]] = {}
+    examples: dict[str, list[dict[str, str]]] = {}
     try:
-        for kind, record in known:
+        for step, record in known:
             with contextlib.suppress(ValueError):
-                facts.summaries[kind] = json.loads(bucket.get(f"objects/{record.digest}/{SUMMARY}") or b"{}")
+                by_step[step.name] = json.loads(bucket.get(f"objects/{record.digest}/{SUMMARY}") or b"{}")
+                facts.summaries[step.stage.output.__name__] = by_step[step.name]
+        if (corpus := data_card.examples_of(steps)) is not None:
+            examples = data_card.read_examples(bucket.get(f"objects/{corpus}/{data_card.EXAMPLES}"))
     except BucketError as error:
         logging.getLogger(__name__).warning("a report without all summaries: %s", error)
+    facts.card = dataclasses.replace(Card.of(steps, by_step), examples=examples)
     return facts
 
 
@@ -96,29 +102,6 @@ def metric_rows(facts: Facts) -> tuple[list[str], list[list[str]]]:
     names = [n for n in ("validation_loss", "perplexity", "bits_per_byte") if any(n in row for row in table.values())]
     rows = [[label, *(_number(row.get(name)) for name in names)] for label, row in table.items()]
     return ["", *(name.replace("_", " ") for name in names)], rows
-
-
-def data_rows(facts: Facts) -> list[list[str]]:
-    """What went in and what came of it."""
-    rows = []
-    raw, corpus, tokens = facts.of(Rows), facts.of(Corpus), facts.of(TokenDataset)
-    if raw:
-        rows.append(["rows read", f"{raw.get('rows', 0):,}", f"{raw.get('quarantined', 0):,} quarantined"])
-    for entry in corpus.get("waterfall", []):
-        rows.append(
-            [
-                f"clean: {entry['step'].replace('_', ' ')}",
-                f"{entry['rows']:,}",
-                f"{entry['characters']:,} characters",
-            ]
-        )
-    for split in ("train", "validation"):
-        if split in tokens:
-            facts_of = tokens[split]
-            rows.append(
-                [f"{split} tokens", f"{facts_of.get('tokens', 0):,}", f"{facts_of.get('documents', 0):,} documents"]
-            )
-    return rows
 
 
 def markdown(facts: Facts) -> str:
@@ -134,8 +117,8 @@ def markdown(facts: Facts) -> str:
     approval = facts.of(Approval)
     if approval:
         parts.append("### Gate\n" + "\n".join(f"- {_one_line(rule)}" for rule in gate_lines(approval)))
-    if data_rows(facts):
-        parts.append("### Data\n" + _markdown_table(["", "rows", ""], data_rows(facts)))
+    if facts.card:
+        parts.append("### Data\n" + _markdown_table(["", "", ""], [list(line) for line in data_card.lines(facts.card)]))
     samples = report.get("samples", [])[:SAMPLES_SHOWN]
     if samples:
         parts.append("### Samples")
@@ -245,8 +228,7 @@ def page(facts: Facts) -> str:
     approval = facts.of(Approval)
     if approval:
         body.append("<h2>Gate</h2><ul>" + "".join(f"<li>{e(line)}</li>" for line in gate_lines(approval)) + "</ul>")
-    if data_rows(facts):
-        body.append("<h2>Data</h2>" + _html_table(["", "rows", ""], data_rows(facts)))
+    body.append(data_page.page(facts.card))
     if report.get("samples"):
         body.append("<h2>Samples</h2>")
         for sample in report["samples"]:
@@ -269,7 +251,7 @@ def page(facts: Facts) -> str:
     body.append(f"<h2>Reproduce</h2><pre>{e(facts.command)}</pre><p>seed {facts.seed}, {e(commit_line(facts))}</p>")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{e(facts.title)}: {e(facts.verdict)}</title><style>{STYLE}{drawing.STYLE}</style></head>"
+        f"<title>{e(facts.title)}: {e(facts.verdict)}</title><style>{STYLE}{drawing.STYLE}{data_page.STYLE}</style></head>"
         f"<body><main>{''.join(body)}</main></body></html>"
     )
 
