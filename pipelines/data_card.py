@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.plan import Step
-from stages.artifacts import Artifact, Checkpoint, Corpus, Rows, TokenDataset
+from stages.artifacts import Artifact, Checkpoint, Corpus, PairDataset, Rows, TokenDataset
 
 Facts = Mapping[str, Any]
 SPLITS = ("train", "validation")
+MADE: tuple[tuple[type[Artifact], ...], ...] = ((TokenDataset, PairDataset), (Corpus,), (Rows,))
+"""What a card is about: the first of these that a pipeline makes."""
 EXAMPLES = "dropped/examples.jsonl"
 EXAMPLES_LIMIT = 2_000_000
 """Bytes of examples that a report takes up."""
@@ -37,17 +39,16 @@ class Card:
         """From the summaries (by step) of the last data set of the pipeline and of what it was made from."""
         by_name = {step.name: step for step in steps}
         found: dict[type[Artifact], Step] = {}
-        last = next(
-            (s for kind in (TokenDataset, Corpus, Rows) for s in reversed(steps) if s.stage.output is kind), None
-        )
+        last = next((s for kinds in MADE for s in reversed(steps) if s.stage.output in kinds), None)
         while last is not None:
             found.setdefault(last.stage.output, last)
             above = [by_name[name] for name in last.cfg.inputs.values() if name in by_name]
             last = next((s for kind in (Corpus, Rows) for s in above if s.stage.output is kind), None)
-        rows, corpus, tokens = (_summary(found.get(kind), summaries) for kind in (Rows, Corpus, TokenDataset))
-        card = cls(rows, corpus, tokens)
+        tokens = found.get(TokenDataset) or found.get(PairDataset)
+        rows, corpus, made = (_summary(step, summaries) for step in (found.get(Rows), found.get(Corpus), tokens))
+        card = cls(rows, corpus, made)
         for step in steps:
-            if step.stage.output is Checkpoint and TokenDataset in found and found[TokenDataset] in step.upstream:
+            if step.stage.output is Checkpoint and tokens in step.upstream:
                 card.trained = _summary(step, summaries).get("sources") or {}
         return card
 
@@ -118,17 +119,19 @@ def waterfall(card: Card) -> list[Level]:
                 levels.append(Level(name, int(entry["rows"]), entry["characters"], says, left=True))
         if out:
             levels.append(Level("kept", int(out["rows"]), out["characters"]))
-    entries = card.tokens.get("waterfall") or []
+    pairs = "pairs" in card.tokens.get("train", {})
+    entries = [
+        {"step": e["step"], "rows": int(e["rows" if pairs else "documents"])}
+        for e in card.tokens.get("waterfall") or []
+    ]
     words = card.tokens.get("reasons") or {}
-    if entries and not (levels and levels[-1].rows == entries[0]["documents"]):
-        levels.append(Level("into tokenize", int(entries[0]["documents"])))
+    if entries and not (levels and levels[-1].rows == entries[0]["rows"]):
+        levels.append(Level("into pair" if pairs else "into tokenize", entries[0]["rows"]))
     levels += [
-        Level(e["step"], int(e["documents"]), words=words.get(e["step"], ""), left=True)
-        for e in entries[1:-1]
-        if e["documents"]
+        Level(e["step"], e["rows"], words=words.get(e["step"], ""), left=True) for e in entries[1:-1] if e["rows"]
     ]
     if entries:
-        levels.append(Level("became tokens", int(entries[-1]["documents"])))
+        levels.append(Level("became pairs" if pairs else "became tokens", entries[-1]["rows"]))
     return levels
 
 
@@ -172,7 +175,10 @@ def lines(card: Card) -> Iterator[tuple[str, str, str]]:
         yield level.label.replace("_", " "), f"{'−' if level.left else ''}{level.rows:,}", characters or level.words
     for split in SPLITS:
         facts = card.tokens.get(split) or {}
-        if facts:
+        if "pairs" in facts:
+            answers = facts.get("chosen_tokens", 0) + facts.get("rejected_tokens", 0)
+            yield f"{split} pairs", f"{facts['pairs']:,}", f"{answers:,} tokens in answers"
+        elif facts:
             share = facts.get("supervised_tokens", 0) / (facts.get("tokens") or 1)
             yield (
                 f"{split} tokens",

@@ -135,13 +135,14 @@ def _split_html(card: Card) -> str:
     units = [
         (card.corpus, "rows"),
         (card.corpus, "characters"),
-        (card.tokens, "tokens"),
-        (card.tokens, "supervised_tokens"),
+        *((card.tokens, unit) for unit in ("tokens", "supervised_tokens", "pairs", "chosen_tokens", "rejected_tokens")),
     ]
     known = [(facts, unit) for facts, unit in units if isinstance(facts.get("train"), dict) and unit in facts["train"]]
     if not known:
         return ""
-    head = "".join(f"<th>{unit.replace('supervised_tokens', 'tokens with loss')}</th>" for _, unit in known)
+    head = "".join(
+        f"<th>{unit.replace('supervised_tokens', 'tokens with loss').replace('_', ' ')}</th>" for _, unit in known
+    )
     lines = []
     for split in SPLITS:
         cells = []

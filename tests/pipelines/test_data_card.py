@@ -12,7 +12,7 @@ import pytest
 from pipelines import data_card, data_page, drawing, report
 from pipelines.data_card import Card, Level
 from pipelines.plan import Step
-from stages.artifacts import Artifact, Checkpoint, Corpus, Rows, TokenDataset
+from stages.artifacts import Artifact, Checkpoint, Corpus, PairDataset, Rows, TokenDataset
 from stages.contract import Stage, StageConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -179,6 +179,19 @@ def test_the_card_follows_the_edges_to_what_the_tokens_were_made_from() -> None:
     assert (found.rows["name"], found.corpus["name"], found.tokens["name"]) == ("more", "clean", "tokenize")
     assert found.trained == {"a": {"share": 1.0}}
     assert Card.of(steps[:2], facts).rows["name"] == "more" and not Card.of([], {})
+
+
+def test_preference_pairs_have_a_card_too() -> None:
+    rows = [{"step": "in", "rows": 10}, {"step": "identical", "rows": 2}, {"step": "out", "rows": 8}]
+    split = {"pairs": 7, "chosen_tokens": 70, "rejected_tokens": 30}
+    facts = {"waterfall": rows, "train": split, "validation": {**split, "pairs": 1}}
+    found = Card(tokens=facts)
+    assert [level.label for level in data_card.waterfall(found)] == ["into pair", "identical", "became pairs"]
+    assert ("train pairs", "7", "100 tokens in answers") in list(data_card.lines(found))
+    assert "<th>chosen tokens</th>" in data_page.page(found)
+    cleaned = step("clean", Corpus)
+    steps = [cleaned, step("pair", PairDataset, cleaned)]
+    assert Card.of(steps, {"pair": facts, "clean": {"rows": 10}}) == Card({}, {"rows": 10}, facts)
 
 
 def test_examples_are_read_line_by_line_whatever_stands_in_them() -> None:

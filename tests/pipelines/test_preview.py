@@ -203,6 +203,42 @@ def test_byte_fallback_and_metaspace_tokenizers_are_read_too(tmp_path: Path) -> 
     assert shown == [" hi", "‹e6›", "‹97›", "‹a5→日›", " ", "⟨no token 99⟩"]
 
 
+def test_a_chat_without_any_prompt_in_it_is_warned_of_unless_all_was_to_be_learned(
+    tmp_path: Path, bytewise: Path
+) -> None:
+    directory = dataset(tmp_path / "d", bytewise, [([1] * 100, [True] * 100, [0])])
+    summary = json.loads((directory / "summary.json").read_text())
+    for loss_on, warned in (("assistant", 1), ("all", 0)):
+        said = preview.shown(directory, summary | {"chat_template": {"loss_on": loss_on}}, Wanted(), 80)
+        assert sum(line.plain.startswith("warning:") for line in said) == warned
+
+
+def test_preference_pairs_are_shown_as_a_prompt_and_two_answers(tmp_path: Path, bytewise: Path) -> None:
+    directory = tmp_path / "pairs"
+    (directory / "train").mkdir(parents=True)
+    (directory / "tokenizer").symlink_to(bytewise)
+    made = {part: [[*ids_of(bytewise, text), EOS]] for part, text in (("chosen", "yes"), ("rejected", "no"))}
+    columns = {"id": ["a\x1b[2J:1"], "source": ["a"], "prompt_ids": [ids_of(bytewise, "ok?")]}
+    columns |= {f"{part}_ids": ids for part, ids in made.items()}
+    columns |= {"reference_chosen_logprob": [-1.5], "reference_rejected_logprob": [-2.25]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), directory / "train" / "part-00000.parquet")
+    facts = {"pairs": 1, "prompt_tokens": 3, "chosen_tokens": 4, "rejected_tokens": 3, "truncated": 0}
+    (directory / "summary.json").write_text(json.dumps({"sequence_length": 64, "train": facts}))
+    lines = printed(directory)
+    at = next(n for n, line in enumerate(lines) if line.startswith("══ pair 1 of 1: a␛[2J:1, source a "))
+    assert lines[at - 3 : at - 1] == [
+        "train: 1 pair of at most 64 tokens",
+        "tokens: 3 prompt, 4 chosen, 3 rejected; 0 prompts were cut",
+    ]
+    assert lines[at + 1].startswith("── prompt: 3 tokens, none with loss ─") and lines[at + 2 : at + 4] == [
+        "  ok?",
+        "  ···",
+    ]
+    assert "chosen: 4 tokens, all with loss, log-probability under the base -1.50" in lines[at + 4]
+    assert lines[at + 5 : at + 7] == ["  yes⟦<|endoftext|>⟧", "  ╰╰╰╰" + "─" * 14]
+    assert "under the base -2.25" in lines[at + 7] and len(lines) == at + 10
+
+
 def test_a_mistyped_wish_says_what_there_is(tmp_path: Path, bytewise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWS", "many")
     with pytest.raises(ConfigError, match="ROWS=many: wanted a whole number of at least 1"):
