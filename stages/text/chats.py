@@ -101,7 +101,7 @@ def _message(message: Any, at: str, texts: Texts) -> Message:
     role = ROLES.get(message[named]) if isinstance(message[named], str) else None
     if role is None:
         raise Fault("unknown_role", at, word(message[named]))
-    if message.get("weight") not in (None, 1):
+    if message.get("weight") not in (None, 1) or message.get("train") is False:
         raise Fault("unsupported_weight", at)
     if message[named] == "function_call" and named == "from":
         return {

@@ -14,7 +14,7 @@ from typing import IO, Any
 from stages.contract import StageError
 from stages.text.faults import Fault, kind, shown
 from stages.text.files import File, TextUnit
-from stages.text.formats import Fields
+from stages.text.formats import Fields, recognise
 from stages.text.lines import Line, numbered, stream, whole
 
 Row = dict[str, Any]
@@ -62,11 +62,20 @@ def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading) -> Iterator[
                 last = not line.endswith(b"\n") and error.pos >= len(error.doc) - 1
                 unended = not line.endswith(b"\n") and error.msg.startswith("Unterminated")
                 rule = "cut_off" if last or unended else "broken_json"
-                yield number, Fault(rule, detail=f"column {error.colno}")
+                yield number, Fault(rule, detail=f"column {error.colno}" + _hint(number, line))
             except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
                 yield number, Fault("broken_json")
             else:
-                yield number, value if type(value) is dict else Fault("not_an_object", detail=kind(value))
+                if type(value) is dict:
+                    yield number, value
+                else:
+                    yield number, Fault("not_an_object", detail=kind(value) + _hint(number, line))
+
+
+def _hint(number: int, line: bytes) -> str:
+    """One JSON document under a name that promises one object a line is common."""
+    first = b"".join(line[:80].split()) if number == 1 else b""
+    return "; is it JSON, not JSON Lines? container=json" if first == b"{" or first[:1] == b"[" else ""
 
 
 def too_long(reading: Reading) -> Fault:
@@ -79,7 +88,7 @@ def json_values(file: File, reading: Reading) -> Iterator[Item]:
         text = _Text(file, source, reading)
         head = text.head()
         if head[:1] == "{" and not (match := DATA.match(head)):
-            first, newline, after = head.partition("\n")
+            first, newline, after = text.first_line().partition("\n")
             if newline and after.strip() and _complete(first):
                 text = _Text(file, source, reading)  # to be read again, by line
             else:
@@ -131,6 +140,12 @@ class _Text:
         while not self.buffer.strip() and not self.ended:
             self.more()
         self.buffer = self.buffer.lstrip()
+        return self.buffer
+
+    def first_line(self) -> str:
+        """All that was read, and at least up to the first line end."""
+        while "\n" not in self.buffer and not self.ended and len(self.buffer) <= self.reading.max_row_bytes:
+            self.more(max(JSON_BLOCK, len(self.buffer)))
         return self.buffer
 
     def drop(self, characters: int) -> None:
@@ -208,15 +223,18 @@ class _Text:
             )
         if isinstance(value, Fault):
             return value
-        lists = [
-            key for key, inner in value.items() if isinstance(inner, list) and inner and isinstance(inner[0], dict)
-        ]
-        if lists and not {"messages", "conversations", "mapping"} & value.keys():
+        if recognise(value, self.reading.fields) is None or _by_column(value):
+            how = "; pandas writes rows with to_json(path, orient='records', lines=True)" if _by_column(value) else ""
             raise StageError(
                 f"{self.file.name}: is one object with the keys {shown(value)}; want an array of rows, or "
-                '{"data": [rows]}'
+                f'{{"data": [rows]}}{how}'
             )
         return value
+
+
+def _by_column(value: Row) -> bool:
+    """{"text": {"0": ..., "1": ...}, ...}"""
+    return bool(value) and all(isinstance(column, dict) and "0" in column for column in value.values())
 
 
 def _escaped(text: str) -> bool:

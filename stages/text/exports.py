@@ -3,7 +3,7 @@
 from typing import Any
 
 from stages.text.chats import ROLES, Message, Texts
-from stages.text.faults import Fault, word
+from stages.text.faults import Fault, kind, word
 
 
 def thread(mapping: Any, current: Any, texts: Texts) -> list[Message]:
@@ -39,7 +39,27 @@ def _message(message: Any, texts: Texts) -> Message | None:
     said = []
     for part in content.get("parts") or []:
         if not isinstance(part, str):
-            kind = part.get("content_type") if isinstance(part, dict) else part
-            raise Fault("unsupported_content_part", "mapping", word(kind))
+            found = part.get("content_type") if isinstance(part, dict) else part
+            raise Fault("unsupported_content_part", "mapping", word(found))
         said.append(texts.take(part, "mapping"))
     return {"role": role, "content": "".join(said)} if any(said) else None
+
+
+def turns(messages: Any, texts: Texts) -> list[Message]:
+    """Claude keeps a list of {sender, text or parts}; files that were attached are named there, but not what is in them."""
+    if not isinstance(messages, list):
+        raise Fault("not_a_list", "chat_messages", kind(messages))
+    found: list[Message] = []
+    for index, message in enumerate(messages):
+        at = f"chat_messages[{index}]"
+        role = ROLES.get(message.get("sender", "")) if isinstance(message, dict) else None
+        if role is None:
+            raise Fault("unknown_role", at, word(message.get("sender") if isinstance(message, dict) else message))
+        if message.get("attachments") or message.get("files"):
+            raise Fault("attachment", at)
+        said = message.get("text")
+        if not said:
+            parts = message.get("content") or []
+            said = "".join(texts.take(part.get("text"), at) for part in parts if part.get("type") == "text")
+        found.append({"role": role, "content": texts.take(said, at)})
+    return found

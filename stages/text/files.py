@@ -198,6 +198,11 @@ def _hidden(path: Path) -> bool:
 def _refuse_unreadable(file: Path) -> None:
     if not file.exists():
         raise StageError(f"stages.ingest.source.path: no file or directory {file} (seen from {Path.cwd()})")
+    if any("\ud800" <= character <= "\udfff" for character in file.name):
+        raise StageError(
+            f"stages.ingest.source.path: a file in {file.parent} has a name that is not UTF-8; rename it "
+            "(its name goes into the ids of its rows)"
+        )
     if not file.is_file():
         raise StageError(
             f"stages.ingest.source.path: {file} is no ordinary file (a pipe or a device); save it as a file"

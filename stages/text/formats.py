@@ -80,6 +80,8 @@ KNOWN_FIELDS = frozenset(
         "output",
         "history",
         "mapping",
+        "chat_messages",
+        "label",
         "current_node",
         "preferred_output",
         "non_preferred_output",
@@ -95,6 +97,8 @@ def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
         return Format.preference, "fields preferred_output and non_preferred_output"
     if "mapping" in row and "current_node" in row:
         return Format.chat, "a tree `mapping` of messages, as ChatGPT exports it"
+    if "chat_messages" in row:
+        return Format.chat, "a list `chat_messages`, as Claude exports it"
     name = fields.of_messages(row)
     if row.get(name) is not None and (style := _style(row[name], name)) is not None:
         keys = "role and content" if style is Format.chat else "from and value"
@@ -102,11 +106,18 @@ def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
     if "instruction" in row and "output" in row:
         return Format.alpaca, "fields instruction and output"
     completion = fields.of_completion(row)
+    if _conversational(row, fields):
+        return Format.chat, f"fields {fields.prompt} and {completion} are lists of messages"
     if fields.prompt in row and completion in row:
         return Format.prompt_completion, f"fields {fields.prompt} and {completion}"
     if fields.text in row:
         return Format.text, f"field {fields.text}"
     return None
+
+
+def _conversational(row: Row, fields: Fields) -> bool:
+    """A prompt of several messages, and those that complete it."""
+    return isinstance(row.get(fields.prompt), list) and isinstance(row.get(fields.of_completion(row)), list)
 
 
 def repeats_prompt(row: Row, fields: Fields) -> bool:
@@ -180,6 +191,8 @@ def _text(row: Row, fields: Fields, texts: Texts) -> Parts:
 
 def _prompt_completion(row: Row, fields: Fields, texts: Texts) -> Parts:
     completion = fields.of_completion(row)
+    if row.get("label") is False:
+        raise Fault("labelled_false", "label")
     prompt = texts.take(_field(row, fields.prompt), fields.prompt)
     return {"kind": PROMPT_COMPLETION, "prompt": prompt, "text": texts.take(_field(row, completion), completion)}
 
@@ -187,7 +200,12 @@ def _prompt_completion(row: Row, fields: Fields, texts: Texts) -> Parts:
 def _chat(row: Row, fields: Fields, texts: Texts) -> Parts:
     if "mapping" in row and "current_node" in row:
         return _made(exports.thread(row["mapping"], row["current_node"], texts), row, "mapping", texts)
+    if "chat_messages" in row:
+        return _made(exports.turns(row["chat_messages"], texts), row, "chat_messages", texts)
     name = fields.of_messages(row)
+    if row.get(name) is None and _conversational(row, fields):
+        both = (fields.prompt, fields.of_completion(row))
+        return _made([m for name in both for m in messages(row[name], name, texts)], row, fields.prompt, texts)
     return _made(messages(_field(row, name), name, texts), row, name, texts)
 
 

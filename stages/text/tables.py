@@ -99,6 +99,10 @@ def _header(file: File, names: list[str], delimiter: str, reading: Reading) -> l
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
         raise StageError(f"{file.name}:1: the column {shown(twice)} stands twice in the header; rename one")
+    if names[0].startswith("sep="):
+        raise StageError(
+            f"{file.name}:1: begins with Excel's {names[0][:5]!r}; remove this line and set delimiter to that sign"
+        )
     if not by_names(names, reading.fields):
         for other, written in DELIMITERS.items():
             split = names[0].split(other) if len(names) == 1 else []

@@ -42,6 +42,8 @@ def test_json_is_an_array_rows_under_data_one_object_or_lines(make_context: Make
         path = tmp_path / f"{name}.json"
         path.write_bytes(b"\xef\xbb\xbf" + content.encode())
         assert texts(make_context, path) == [row["text"] for row in rows], name
+    (tmp_path / "wide.json").write_bytes(jsonl({"text": "x" * 2_500_000}, {"text": "y"}))
+    assert [len(text) for text in texts(make_context, tmp_path / "wide.json")] == [2_500_000, 1]
     (tmp_path / "one.json").write_text(json.dumps(CHAT, indent=1))
     assert json.loads(read(take(make_context, tmp_path / "one.json"))[0]["messages"]) == CHAT["messages"]
     (tmp_path / "long.json").write_text(json.dumps([{"text": "x" * 3_000_000}, {"text": "y" * 50}] * 2))
@@ -63,6 +65,7 @@ def test_json_is_an_array_rows_under_data_one_object_or_lines(make_context: Make
         ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "several JSON objects that are neither"),
         ('{"train": [{"text": "a"}]}', 'one object with the keys train; want an array of rows, or {"data"'),
         ("<html>", "begins with neither"),
+        ('{"text": {"0": "a", "1": "b"}}', r"one object with the keys text;.*orient='records', lines=True"),
     ],
 )
 def test_json_that_is_not_whole_is_refused_with_its_place(
@@ -117,6 +120,7 @@ def test_broken_csv_costs_its_rows_and_a_wrong_header_the_file(make_context: Mak
         ('text\n"a\n' + "x\n" * 2_000, "x.csv:2: a quote that is opened in this line is never closed"),
         ("text\n", "found no rows"),
         ("", "found no rows"),
+        ("sep=;\ntext;n\n", "begins with Excel's 'sep=;'; remove this line and set delimiter"),
         ("somebody's secret text, with a comma\nx,y\n", r"found the fields \("),
     ):
         path.write_text(content)
@@ -168,6 +172,21 @@ def test_a_last_line_that_is_cut_off_is_told_from_a_broken_one(make_context: Mak
         assert quarantine(take(make_context, path)) == [("x.jsonl", 201, rule)], tail
     path.write_bytes(b'{"text": "a"}\r\n{"text": "b"}')
     assert texts(make_context, path) == ["a", "b"]
+
+
+def test_json_under_the_name_of_json_lines_is_told(make_context: MakeContext, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for content in (json.dumps([{"text": "a"}]), json.dumps([{"text": "a"}], indent=1)):
+        path.write_text(content)
+        with pytest.raises(StageError, match=r"is it JSON, not JSON Lines\? container=json"):
+            take(make_context, path)
+        assert texts(make_context, path, container=Container.json) == ["a"]
+
+
+def test_a_file_whose_name_is_no_text_is_refused(make_context: MakeContext, tmp_path: Path) -> None:
+    (tmp_path / "caf\udce9.jsonl").write_bytes(jsonl({"text": "a"}))
+    with pytest.raises(StageError, match="has a name that is not UTF-8; rename it"):
+        take(make_context, tmp_path)
 
 
 def test_a_row_that_is_too_long_is_quarantined_and_its_bytes_are_skipped(

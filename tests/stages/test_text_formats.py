@@ -69,6 +69,8 @@ CHAT = [user("a"), assistant("b")]
         ({"prompt": "x", "chosen": "y", "rejected": "z", "messages": CHAT}, Format.preference),
         ({"input": {"messages": CHAT[:1]}, "preferred_output": [], "non_preferred_output": []}, Format.preference),
         ({"mapping": {}, "current_node": "a"}, Format.chat),
+        ({"chat_messages": [], "uuid": "x"}, Format.chat),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, Format.chat),
         ({"question": "x", "answer": "y"}, None),
         ({"contents": [{"role": "user", "parts": []}]}, None),
         ({}, None),
@@ -211,6 +213,7 @@ def test_a_system_field_goes_before_the_chat_and_null_is_none() -> None:
         ([user("a\0"), assistant("b")], "nul_character", "messages[0].content", ""),
         ([user("a \ud83d b"), assistant("b")], "lone_surrogate", "messages[0].content", ""),
         ([user("a"), assistant("b", weight=0)], "unsupported_weight", "messages[1]", ""),
+        ([user("a"), assistant("b", train=False)], "unsupported_weight", "messages[1]", ""),
         (
             [*ANSWERED[:2], {"role": "tool", "tool_call_id": "c2", "content": "7"}],
             "orphan_tool_call_id",
@@ -264,6 +267,27 @@ def test_what_no_tokenizer_reads_is_repaired_when_asked() -> None:
     untouched = Texts(replace=True)
     assert untouched.take("caf\u00e9 \U0001f600", "x") == "caf\u00e9 \U0001f600" and not untouched.repaired
     assert made({"messages": [user("a\ud83d"), assistant("b")]}, replace=True)["messages"][0] == user("a\ufffd")
+
+
+def test_a_prompt_and_a_completion_of_messages_are_one_chat() -> None:
+    assert made({"prompt": CHAT[:1], "completion": CHAT[1:]})["messages"] == CHAT
+
+
+def test_completions_that_are_labelled_false_are_not_learned() -> None:
+    assert made({"prompt": "x", "completion": "y", "label": True})["text"] == "y"
+    row = {"prompt": "x", "completion": "y", "label": False}
+    assert fault(row, Format.prompt_completion) == ("labelled_false", "label", "")
+
+
+def test_a_claude_export_is_a_chat_unless_its_files_are_missing() -> None:
+    turns: list[Row] = [
+        {"sender": "human", "text": "hi"},
+        {"sender": "assistant", "content": [{"type": "text", "text": "yo"}]},
+    ]
+    assert made({"chat_messages": turns})["messages"] == [user("hi"), assistant("yo")]
+    assert fault({"chat_messages": [turns[0] | {"files": [{"file_name": "x"}]}, turns[1]]})[0] == "attachment"
+    assert fault({"chat_messages": [{"sender": "x"}]})[0] == "unknown_role"
+    assert fault({"chat_messages": "x"})[0] == "not_a_list"
 
 
 PAIR = {"prompt": [user("q")], "chosen": [assistant("g")], "rejected": [assistant("b")]}
