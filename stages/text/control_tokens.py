@@ -6,7 +6,8 @@ rendered text they can be told from those that the template wrote; the marks go,
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,10 +111,16 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(part)
 
 
+def touches(spans: list[Span], span: Span) -> bool:
+    """Whether one of `spans`, which are in order and apart, reaches into `span`, or cuts it."""
+    behind = bisect_left(spans, (span[1], span[1]))
+    return behind > 0 and (spans[behind - 1][1] > span[0])
+
+
 def segments(text: str, spans: list[Span]) -> Segments:
-    """`text` cut at `spans`, which are encoded as text."""
+    """`text` cut at `spans`, which are in order, and are encoded as text."""
     found, at = [], 0
-    for start, end in sorted(spans):
+    for start, end in spans:
         found += [(text[at:start], False), (text[start:end], True)]
         at = end
     return [(part, plain) for part, plain in [*found, (text[at:], False)] if part]
@@ -132,17 +139,27 @@ def ends_of_segments(tokenizer: Tokenizer, parts: Segments) -> list[int]:
 
 def _tokens(tokenizer: Tokenizer, parts: Segments) -> Iterator[tuple[int, int]]:
     at = 0
+    typed: dict[str, list[tuple[int, int]]] = {}
     for number, (part, plain) in enumerate(parts):
-        encode = _as_text if plain else _normally
-        made, shift = encode(tokenizer, "\n" + part if number else part), 0
-        if number:
-            head = encode(tokenizer, "\n")
-            if [token for token, _ in made[: len(head)]] == [token for token, _ in head]:
-                made, shift = made[len(head) :], 1
-            else:
-                made = encode(tokenizer, part)
-        yield from ((token, at + min(max(end - shift, 0), len(part))) for token, end in made)
+        if not number:
+            made = (_as_text if plain else _normally)(tokenizer, part)
+        elif plain:  # one of few words, however often somebody typed it
+            if part not in typed:
+                typed[part] = _behind_newline(tokenizer, part, _as_text)
+            made = typed[part]
+        else:
+            made = _behind_newline(tokenizer, part, _normally)
+        yield from ((token, at + end) for token, end in made)
         at += len(part)
+
+
+def _behind_newline(
+    tokenizer: Tokenizer, part: str, encode: Callable[[Tokenizer, str], list[tuple[int, int]]]
+) -> list[tuple[int, int]]:
+    head, made = encode(tokenizer, "\n"), encode(tokenizer, "\n" + part)
+    if [token for token, _ in made[: len(head)]] != [token for token, _ in head]:
+        return encode(tokenizer, part)
+    return [(token, max(end - 1, 0)) for token, end in made[len(head) :]]
 
 
 def _normally(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:

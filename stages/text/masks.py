@@ -6,7 +6,7 @@ is found among the ids from the control token before it and the few tokens betwe
 a dozen ways. When a token reaches over the place, the text is cut there: a server's prompt ends there too.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ class Places:
 
     text: str
     as_text: list[Span]
+    """In order."""
     controls: list[Span]
     """Control tokens in the text."""
     ids: Int32
@@ -59,7 +60,8 @@ class Places:
     def _found(self, place: int) -> int | None:
         before = bisect_right(self.controls, place, key=lambda span: span[1])
         start, first = (self.controls[before - 1][0], int(self.at[before - 1])) if before else (0, 0)
-        within = [(a - start, b - start) for a, b in self.as_text if a >= start and b <= place] if self.as_text else []
+        parts = self.as_text[bisect_left(self.as_text, (start, start)) : bisect_right(self.as_text, (place, place))]
+        within = [(a - start, b - start) for a, b in parts if b <= place]
         head = self.encode(self.text[start:place], within)
         end = first + len(head)
         return end if self.ids[first:end].tobytes() == head.tobytes() else None

@@ -18,11 +18,13 @@ from transformers.utils.chat_template_utils import (
 
 from stages.text import template_traits
 from stages.text.choices import ControlStrings
-from stages.text.control_tokens import ControlTokens, Marked, Span
+from stages.text.control_tokens import ControlTokens, Marked, Span, touches
 from stages.text.masks import Answer
 from stages.text.template_traits import Messages, Traits
 
 Tools = list[Any] | None
+MESSAGES_RENDERED = 40_000
+"""Most messages that are rendered to find where each answer of one chat begins exactly (0.1 s): some 280 exchanges."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -84,14 +86,23 @@ class Renderer:
         _require_contents(rendered, messages)
         controls = [found.span() for found in self.control.anywhere.finditer(rendered)]
         if as_text:
-            controls = [(a, b) for a, b in controls if not any(a < end and b > start for start, end in as_text)]
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._prompt(shown[:number], shown_tools)
-                if before is not None and marked is not None:
-                    before = marked.unmarked(before)[0]
-                answers.append(Answer(message, self._start(rendered, before, messages[:number])))
+            controls = [span for span in controls if not touches(as_text, span)]
+
+        def start(number: int) -> int | None:
+            before = self._prompt(shown[:number], shown_tools)
+            if before is not None and marked is not None:
+                before = marked.unmarked(before)[0]
+            return self._start(rendered, before, messages[:number])
+
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if sum(turns) <= MESSAGES_RENDERED:
+            starts = [start(number) for number in turns]
+        else:
+            starts = self._found(rendered, [messages[number]["content"].strip() for number in turns[:-1]])
+            starts.append(start(turns[-1]))  # templates write the last one otherwise
+            if any(start(turns[n]) != starts[n] for n in (0, len(turns) // 2, len(turns) - 2)):
+                raise ChatRefused("too_many_turns")
+        answers = [Answer(messages[number], at) for number, at in zip(turns, starts, strict=True)]
         return Draft(rendered, as_text, controls, answers, generated)
 
     def _start(self, rendered: str, before: str | None, earlier: Messages) -> int | None:
@@ -103,6 +114,22 @@ class Renderer:
         if any(message["role"] != "system" for message in earlier) or not self.control.anywhere.search(opening):
             return None
         return at + len(opening) if (at := rendered.find(opening)) >= 0 else None
+
+    def _found(self, rendered: str, answers: list[str]) -> list[int | None]:
+        """Where answers begin, found by the words that open a turn: in a chat so long that rendering it once for each would
+        take time that grows with its square."""
+        starts: list[int | None] = []
+        at = 0
+        for answer in answers:
+            start = rendered.find(self._opening, at) + len(self._opening)
+            words = start
+            while words < len(rendered) and rendered[words].isspace():
+                words += 1
+            if not self._opening or start < at + len(self._opening) or not rendered.startswith(answer, words):
+                raise ChatRefused("too_many_turns")
+            starts.append(start)
+            at = words + len(answer)
+        return starts
 
     @cached_property
     def _opening(self) -> str:
@@ -206,12 +233,16 @@ class Renderer:
 
 
 def _require_contents(text: str, messages: Messages) -> None:
-    """What was said to the assistant must be there, as it is or as JSON."""
+    """What was said to the assistant must be there, as it is or as JSON; mostly in order, so that a long chat is read once."""
+    at = 0
     for message in messages:
         content = message["content"].strip()
-        if message["role"] == "assistant" or content in text:
+        if message["role"] == "assistant" or not content:
             continue
-        if json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+        found = text.find(content, at)
+        if found >= 0:
+            at = found
+        elif content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
             raise ChatRefused("content_lost")
 
 

@@ -32,6 +32,7 @@ FIXES = {
     "system_unsupported": "the template has no system turns; put their text into the first user turn, or bring another template",
     "template_refused": "the template refuses these roles or their order; bring another template or other data",
     "tools_unsupported": "the template has no tools; bring another template, or take tools and their calls out of the data",
+    "too_many_turns": "the chat is too long to find each answer in it; cut it into several, or set stages.tokenize.loss_on=all",
     "turn_without_end": "the template ends turns of the assistant with no control token; bring another template",
 }
 """Every reason that a chat may have, and what to do."""

@@ -170,7 +170,7 @@ class Template:
             cuts = [(start, start) for start in starts if places.of(start) is None]
             if not cuts:
                 return places
-            draft.as_text += cuts
+            draft.as_text = sorted(draft.as_text + cuts)
             ids = self._ids(draft.text, draft.as_text)
         raise ChatRefused("answer_within_token")
 

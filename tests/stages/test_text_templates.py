@@ -340,6 +340,16 @@ def test_a_chat_that_the_assistant_opens_is_learned_from_there() -> None:
     assert loaded("byte_level", "gemma2").encode([A, U, A], None, LossOn.assistant).reason == "template_refused"
 
 
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "zephyr"])
+def test_a_chat_too_long_to_render_once_for_each_answer_gets_the_same_mask(family: str) -> None:
+    template = loaded("byte_level", family)
+    short, long = ([*[U, A] * count, U, {"role": "assistant", "content": " is it?"}] for count in (3, 400))
+    turns = learned(template, template.encode(long, None, LossOn.assistant))
+    assert turns[-4:] == learned(template, template.encode(short, None, LossOn.assistant)) and len(turns) == 401
+    encoded = template.encode(long, None, LossOn.last)
+    assert encoded.ids[: int(encoded.labelled.argmax())].tolist() == template.prompt_ids(long[:-1])
+
+
 def test_messages_of_other_shapes_are_read_as_what_they_mean() -> None:
     template = loaded("byte_level", "chatml")
     plain = template.encode([S, U, A], None, LossOn.last).ids.tolist()
