@@ -297,6 +297,9 @@ def _summary(
     facts |= {"kind": "scored" if cfg.score else "generated", "rows_in": tally.asked, "origin_digest": given.digest}
     facts |= {"quarantined": tally.quarantined.total(), "reasons": dict(tally.quarantined)}
     facts |= {"dropped": dict(tally.dropped), **tally.tokens}
+    left = sorted((tally.quarantined + tally.dropped).items())
+    steps = [("in", tally.asked), *left, ("out", tally.rows)]
+    facts["waterfall"] = [{"step": step, "rows": rows} for step, rows in steps]
     if checkpoint is not None:
         facts["model"] = {"digest": checkpoint.digest}
     if cfg.endpoint is not None:

@@ -71,7 +71,8 @@ def pooled(orders: Sequence[Order], make: Callable[..., Work], pool: Pool, **sha
         dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders)).map_batches(
             _Actor,
             fn_constructor_kwargs={"make": make, "shared": shared},
-            compute=ray.data.ActorPoolStrategy(size=min(pool.actors, len(orders))),
+            # One order at a time: a queue behind one actor would leave the others idle at the end.
+            compute=ray.data.ActorPoolStrategy(size=min(pool.actors, len(orders)), max_tasks_in_flight_per_actor=1),
             num_cpus=pool.cpus,
             batch_size=1,
             batch_format="pyarrow",

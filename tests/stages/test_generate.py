@@ -10,7 +10,7 @@ from stages.artifacts import Checkpoint, Corpus, Rows
 from stages.contract import Executor, StageError
 from stages.generate import GenerateConfig, GenerateResources, generate
 from stages.text.record import FIELDS, Record, canonical
-from stages.text.synthesis import Ask, AskAs, Decoding, Kind, Output, Score, ScoreBy
+from stages.text.synthesis import Ask, AskAs, Decoding, Endpoint, Kind, Output, Score, ScoreBy
 from tests.stages.tiny_model import save_tiny_model
 
 INLINE = GenerateResources(executor=Executor.inline)
@@ -146,8 +146,15 @@ def test_a_number_is_read_from_the_answer(tmp_path, make_context, model) -> None
     generate(config(score=Score(pattern="[0-9]"), max_bad_fraction=1), ctx, rows=given, checkpoint=model)
     scores = {row["id"]: row["score"] for row in pyarrow.parquet.read_table(ctx.output / "scores").to_pylist()}
     assert scores == {row_id: float(found[-1]) for row_id, found in digits.items() if found}
-    reasons = json.loads((ctx.output / "summary.json").read_text())["reasons"]
-    assert reasons == {"no_number": 30 - len(scores)}
+    summary = json.loads((ctx.output / "summary.json").read_text())
+    assert summary["reasons"] == {"no_number": 30 - len(scores)}
+    assert summary["scores"]["rows"] == len(scores)
+    assert summary["scores"]["mean"] == pytest.approx(sum(scores.values()) / len(scores))
+    assert summary["waterfall"] == [
+        {"step": "in", "rows": 30},
+        {"step": "no_number", "rows": 30 - len(scores)},
+        {"step": "out", "rows": len(scores)},
+    ]
 
 
 def test_of_a_corpus_only_the_training_split_is_asked(tmp_path, make_context, model) -> None:
@@ -233,3 +240,38 @@ def test_what_only_a_chat_can_do_is_refused_without_a_template(tmp_path, make_co
         generate(config(ask=Ask(form=AskAs.chat)), make_context(), rows=given, checkpoint=model)
     with pytest.raises(StageError, match=r"ask\.system is set"):
         generate(config(ask=Ask(system="be brief")), make_context(), rows=given, checkpoint=model)
+
+
+CHAIN = """# @package _global_
+defaults: [{/fetch: model}, {/ingest: files}, {/generate: checkpoint}, {/clean: standard}, {/tokenize: base}, _self_]
+name: chain
+stages:
+  generate: {inputs: {rows: ingest, checkpoint: fetch}}
+  clean: {inputs: {rows: generate}}
+  tokenize: {inputs: {corpus: clean, base: fetch}}
+"""
+
+
+def test_new_rows_go_on_to_clean_and_tokenize(tmp_path) -> None:
+    from pipelines import plan
+    from pipelines.config import compose
+
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "chain.yaml").write_text(CHAIN)
+    overrides = ["pipeline=chain", "model=models:/m@champion", "stages.ingest.source.path=my.jsonl"]
+    overrides.append("stages.generate.score.keep_from=3")
+    steps = plan.build(compose(overrides, str(tmp_path)))
+    assert [step.name for step in steps] == ["fetch", "ingest", "generate", "clean", "tokenize"]
+    assert steps[2].cfg.score == Score(keep_from=3)
+
+
+def test_what_names_the_model_is_identity_and_what_only_reaches_it_is_not() -> None:
+    from pipelines.fingerprint import identity
+
+    def cfg(**values) -> dict:
+        given = {"base_url": "http://h:1/v1", "model": "m", "revision": "1"} | values
+        return identity(config(endpoint=Endpoint(**given))) | {"resources": None}
+
+    assert cfg() == cfg(api_key_env="KEY")
+    for changed in ({"revision": "2"}, {"model": "n"}, {"base_url": "http://h:2/v1"}):
+        assert cfg() != cfg(**changed)

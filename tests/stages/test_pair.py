@@ -224,7 +224,7 @@ def test_impossible_values_are_refused() -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_actors_and_this_process_give_the_same_bytes(tmp_path, make_context, ray_session) -> None:
-    model, given = base(tmp_path / "base", "qwen25"), corpus(tmp_path / "corpus", random_preferences(1200), 40)
+    model, given = base(tmp_path / "base", "qwen25"), corpus(tmp_path / "corpus", random_preferences(600), 40)
     alone, pooled = make_context(), make_context()
     pair(config(reference_logprobs=True), alone, corpus=given, base=model)
     cfg = config(reference_logprobs=True, resources=PairResources(actors=2))
