@@ -120,6 +120,21 @@ def test_chats_prompts_and_texts_of_three_sources_share_a_data_set_but_no_row(
     assert not (made[0].local() / "dropped").exists()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_chats_give_one_digest_on_ray_and_without(ray_session: None, make_context: MakeContext, tmp_path: Path) -> None:
+    rows = [*small_chats(3_000), chat("z", user("only asks"))]
+    rows += [Record(f"p:{i:04d}", "pairs", "prompt_completion", f"p{i} ", f"c{i}") for i in range(3_000)]
+    corpus = corpus_of(tmp_path / "in", rows)
+    on_ray = [TokenizeResources(blocks=blocks) for blocks in (2, 7)]
+    inline = settings(over_long=OverLong.truncate, sequence_length=48)
+    made = [
+        tokenize(config, make_context(), corpus).local()
+        for config in (inline, *(replace(inline, resources=resources) for resources in on_ray))
+    ]
+    assert tree(made[0]) == tree(made[1]) == tree(made[2])
+
+
 @pytest.mark.parametrize(
     ("loss_on", "wanted"), [(LossOn.assistant, "say 7<|im_end|>so<|im_end|>"), (LossOn.last, "so<|im_end|>")]
 )
