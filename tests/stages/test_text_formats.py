@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -388,3 +389,8 @@ def test_a_chatgpt_export_is_the_branch_that_was_shown_last() -> None:
         "mapping",
         "image_asset_pointer",
     )
+
+
+def test_the_documentation_names_every_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
+    assert [rule for rule, meaning in RULES.items() if f"| `{rule}` | {meaning} |" not in page] == []
