@@ -342,6 +342,18 @@ def test_a_mix_names_its_rows_by_source_and_keeps_weights(make_context: MakeCont
     assert rows.summary()["kind"] == "chat+text"
 
 
+def test_a_mix_is_composed_from_one_override() -> None:
+    from pipelines.config import compose
+
+    app = compose(["+stages.ingest.mix={mine: {path: a.jsonl, weight: 3}, web: {path: web/}}"])
+    cfg = app.stages["ingest"]
+    assert isinstance(cfg, IngestConfig)
+    assert {name: (source.path, source.weight) for name, source in cfg.mix.items()} == {
+        "mine": ("a.jsonl", 3.0),
+        "web": ("web/", 1.0),
+    }
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a JSON Lines file of 1.5 MB, some lines of it broken or 100 KB long, small files and Parquet."""
