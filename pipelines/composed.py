@@ -20,7 +20,8 @@ from typing import Any
 KEPT = 200
 RESOLVER = re.compile(rb"\$\{\s*[\w.]+\s*:")
 KIND = "="
-"""Key that holds `module:Class` of a dataclass or an enum."""
+"""Key that holds `module:Class` of a dataclass or an enum, or the word for a map whose keys are no texts (JSON has none)."""
+PAIRS = "map"
 OURS = ("pipelines.", "stages.")
 
 
@@ -73,7 +74,9 @@ def _write(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {KIND: kind} | {f.name: _write(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {name: _write(item) for name, item in value.items()}
+        if all(isinstance(name, str) for name in value):
+            return {name: _write(item) for name, item in value.items()}
+        return {KIND: PAIRS, "items": [[name, _write(item)] for name, item in value.items()]}
     if isinstance(value, list):
         return [_write(item) for item in value]
     return value
@@ -86,6 +89,8 @@ def _read(value: Any) -> Any:
         return value
     if KIND not in value:
         return {name: _read(item) for name, item in value.items()}
+    if value[KIND] == PAIRS:
+        return {name: _read(item) for name, item in value["items"]}
     module, _, name = value[KIND].partition(":")
     if not module.startswith(OURS):
         raise LookupError(f"a kept composition names {module}")

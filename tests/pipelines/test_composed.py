@@ -24,6 +24,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "words",
     [
         ["pipeline=quickstart"],
+        ["pipeline=quickstart", "clean=web"],  # maps whose keys are numbers
         [
             "pipeline=finetune",
             "stages.fetch.source=models:/a@b",
