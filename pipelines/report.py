@@ -264,7 +264,7 @@ h1{margin:0 0 .3rem}h2{margin:2rem 0 .5rem;font-size:1.1rem;border-bottom:1px so
 .verdict{font-weight:600;padding:.6rem .9rem;border-left:4px solid}.ok{border-color:var(--ok);color:var(--ok)}
 .bad{border-color:var(--bad);color:var(--bad);white-space:pre-wrap}
 table{border-collapse:collapse}td,th{padding:.25rem .9rem .25rem 0;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
-td+td{font-variant-numeric:tabular-nums}
+td+td{font-variant-numeric:tabular-nums}.wide{overflow-x:auto}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#8881;padding:.6rem;margin:.2rem 0;max-height:14rem;overflow:auto}
 dl.sample{border:1px solid var(--line);padding:.6rem .9rem;margin:.8rem 0}dt{font-weight:600;font-size:.85rem}dd{margin:0 0 .4rem}
 svg{width:100%;height:auto;font:11px system-ui,sans-serif}
@@ -315,7 +315,7 @@ def _number(value: Any) -> str:
 def _html_table(header: list[str], rows: list[list[str]]) -> str:
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def _markdown_table(header: list[str], rows: list[list[str]]) -> str:

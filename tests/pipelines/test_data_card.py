@@ -12,6 +12,7 @@ import pytest
 from pipelines import data_card, data_page, drawing, report
 from pipelines.data_card import Card, Level
 from pipelines.plan import Step
+from pipelines.store import Record
 from stages.artifacts import Artifact, Checkpoint, Corpus, PairDataset, Rows, TokenDataset
 from stages.contract import Stage, StageConfig
 
@@ -217,7 +218,11 @@ def test_the_description_in_mlflow_is_short_and_says_the_same() -> None:
 
 def write(directory: Path, given: Card, title: str) -> Path:
     """The report's page with this card alone."""
-    facts = report.Facts(title, "FINISHED", "", "make run", 1, [], card=given)
+    made = step("ingest", Rows)
+    made.record = Record(
+        "f" * 64, "d" * 64, {}, {"run_id": "e3" * 16, "headline": "1,531 rows, 803,074 characters: " * 3}
+    )
+    facts = report.Facts(title, "FINISHED", "", "make run", 1, [made], card=given)
     page = directory / f"{title}.html"
     page.write_text(report.page(facts))
     return page
