@@ -45,8 +45,10 @@ class Mutant:
 
 STORE, LEASE, GC = "tests/pipelines/test_store.py", "tests/pipelines/test_lease.py", "tests/pipelines/test_gc.py"
 SWEEP = "tests/pipelines/test_sweep.py"
+SCRIBE = "tests/pipelines/test_scribe.py"
 RUNNER, WORKER = "tests/pipelines/test_runner.py", "tests/pipelines/test_worker.py"
 KILLED = "tests/faults/test_driver_killed.py::test_the_same_command_again_finishes_what_a_killed_driver_left"
+LOST = "tests/faults/test_driver_killed.py::test_what_a_lost_machine_left_running_is_closed_by_the_next_invocation"
 HALF = "tests/faults/test_half_written.py"
 LATE = "tests/faults/test_two_at_once.py::test_a_holder_that_stood_still_cannot_publish_after_its_successor[directory]"
 
@@ -246,7 +248,35 @@ MUTANTS = (
         "pipelines/runner.py",
         "        session.tidy(app.name)\n",
         "",
-        (f"{KILLED}[after-commit-enlist]",),
+        (f"{LOST}[after-commit]",),
+    ),
+    Mutant(
+        "blind-scribe",
+        "pipelines/scribe.py",
+        "            with self._working():\n                self._settle()\n",
+        "            pass\n",
+        (f"{SCRIBE}::test_a_killed_driver_is_seen_by_the_scribe_which_closes_its_runs_at_once",),
+    ),
+    Mutant(
+        "forgets-what-was-asked",
+        "pipelines/dictation.py",
+        "        asked, self._asked = self._asked, True\n",
+        "        asked = False\n",
+        (f"{SCRIBE}::test_a_new_run_whose_answer_was_lost_with_the_scribe_is_made_once",),
+    ),
+    Mutant(
+        "writes-to-a-ghost",
+        "pipelines/tracking.py",
+        "return self._file is not None and self._file_now() != self._file",
+        "return False",
+        (f"{SCRIBE}::test_a_store_that_is_taken_away_is_not_written_to_as_a_ghost[mlflow]",),
+    ),
+    Mutant(
+        "rights-of-another",
+        "pipelines/desk.py",
+        "[asdict(self), version(), rights(), os.getuid()",
+        "[asdict(self), version(), os.getuid()",
+        (f"{SCRIBE}::test_other_rights_or_another_code_are_served_by_another_scribe_and_the_idle_one_goes",),
     ),
     Mutant(
         "wall-clock",

@@ -5,6 +5,7 @@ strike code of ours that runs around a stage. Applied when `tests.faults.stages`
             parts are written), sync, upload (so many files are on the disk, in the store). Who: worker, driver, or machine (both)
     hold    {stage: path}: the stage waits until the path exists
     mood    {stage: "stubborn"}: an interrupt does not end its waiting; else it cleans up after itself and goes
+    scribe  the state root: when the driver kills itself (RAYKEEL_KILL_AT), its scribe dies first
     host    what this machine is called
     lease   [seconds between heartbeats, until a heart that stands still is dead, between looks]
     clock   path of a file with seconds that are added to the wall clock, read at each look
@@ -76,7 +77,7 @@ def _hold(stage: str, state: Path, until: Path, mood: str) -> None:
 
 
 def _apply() -> None:
-    from pipelines import lease, session, store
+    from pipelines import attempt, desk, lease, session, store
     from stages.storage.bucket import Bucket
 
     if "host" in FAULTS:
@@ -85,6 +86,16 @@ def _apply() -> None:
         lease.HEARTBEAT_S, lease.STALE_AFTER_S, lease.POLL_S = FAULTS["lease"]
     if "clock" in FAULTS:
         _shift(Path(FAULTS["clock"]), store)
+    if "scribe" in FAULTS:
+        die_if_asked = attempt.die_if_asked
+
+        def die_together(stage: str, point: str) -> None:
+            if os.environ.get("RAYKEEL_KILL_AT") == f"{stage}:{point}":
+                for one in desk.running(Path(FAULTS["scribe"])):
+                    os.kill(one["pid"], signal.SIGKILL)
+            die_if_asked(stage, point)
+
+        attempt.die_if_asked = die_together
     if FAULTS.get("quiet"):
         session.Session.tracking = lambda self, experiment: _Quiet()  # type: ignore[assignment, method-assign]
     fsync, upload = store.fsync, Bucket.upload

@@ -138,7 +138,14 @@ def test_a_scribe_that_is_killed_in_the_middle_loses_nothing_and_doubles_nothing
 def test_a_new_run_whose_answer_was_lost_with_the_scribe_is_made_once(bare: Path) -> None:
     store = Dictation(desk_of(bare), "stub")
     sender = store.sender(bare / "spool" / "feedbeef.jsonl", None, asked=False)
-    create = {"op": "create", "experiment": store.experiment_id, "name": "once", "tags": {}, "parent": None, "at": 1000}
+    create: dict[str, Any] = {
+        "op": "create",
+        "experiment": store.experiment_id,
+        "name": "once",
+        "tags": {},
+        "parent": None,
+        "at": 1000,
+    }
     create["owner"] = {}
     sender.send(create)
     first = sender.run_id
