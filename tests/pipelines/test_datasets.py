@@ -87,25 +87,33 @@ def test_what_cannot_be_read_has_no_columns_and_stops_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_every_data_stage_tells_what_it_made(tmp_path: Path) -> None:
-    arguments = ["run.until=tokenize", "run.limit=300", "stages.tokenize.vocab_size=300", f"state={tmp_path}"]
-    arguments += [f"stages.{stage}.resources.executor=inline" for stage in ("clean", "tokenize")]
+def test_data_stages_tell_what_they_made_and_training_and_evaluation_what_they_took(tmp_path: Path) -> None:
+    arguments = ["run.until=evaluate", "run.limit=300", "stages.tokenize.vocab_size=300", f"state={tmp_path}"]
+    arguments += ["stages.tokenize.sequence_length=32", "stages.train.max_steps=3", "stages.train.tokens_per_step=512"]
+    arguments += [f"stages.{stage}.resources.executor=inline" for stage in ("ingest", "clean", "tokenize", "evaluate")]
+    arguments += ["stages.train.resources.launcher=inline", "stages.evaluate.samples=1"]
     command = [sys.executable, "-m", "pipelines", "run", *arguments]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200, capture_output=True)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
-    found = {}
+    made, taken = {}, {}
     for run in client.search_runs([e.experiment_id for e in client.search_experiments()]):
         for one in run.inputs.dataset_inputs:
             columns = [column["name"] for column in json.loads(one.dataset.schema)["mlflow_colspec"]]
-            found[one.dataset.name] = (one.dataset.digest, one.tags[0].value, columns, json.loads(one.dataset.profile))
-    assert {name: digest for name, (digest, *_) in found.items()} == {
-        name: digest[:36] for name, digest in published(tmp_path).items()
+            told = (one.dataset.digest, columns, json.loads(one.dataset.profile))
+            if one.tags[0].value == "output":
+                made[one.dataset.name] = told
+            else:
+                taken[run.data.tags["raykeel.stage"], one.tags[0].value] = told
+    digests = {name: digest[:36] for name, digest in published(tmp_path).items()}
+    assert {name: digest for name, (digest, *_) in made.items()} == {
+        name: digests[name] for name in ("ingest", "clean", "tokenize")
     }
-    assert {context for _, context, *_ in found.values()} == {"output"}
-    assert (
-        found["ingest"][2][:2] == ["id", "source"] and "split" in found["clean"][2] and "labels" in found["tokenize"][2]
-    )
-    numbers = {name: values[3] for name, values in found.items()}
+    assert made["ingest"][1][:2] == ["id", "source"] and "split" in made["clean"][1] and "labels" in made["tokenize"][1]
+    numbers = {name: profile for name, (*_, profile) in made.items()}
     assert numbers["ingest"]["rows"] == 300
     assert numbers["clean"]["train_rows"] + numbers["clean"]["validation_rows"] == numbers["clean"]["rows"] <= 300
     assert numbers["tokenize"]["train_tokens"] > numbers["tokenize"]["train_supervised_tokens"] > 0
+    assert sorted(taken) == [("evaluate", "validation"), ("train", "training"), ("train", "validation")]
+    for digest, columns, profile in taken.values():
+        assert (digest, columns) == (digests["tokenize"], made["tokenize"][1]) and profile
+    assert taken["train", "training"][2]["tokens"] == numbers["tokenize"]["train_tokens"]
