@@ -38,6 +38,14 @@ def model(tmp_path_factory) -> Checkpoint:
     return Checkpoint(uri=directory.as_uri(), digest="cd" * 32)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    from stages.training.world import repeatable
+
+    with repeatable(1):  # small matrices, and other work on the machine
+        yield
+
+
 def config(**values) -> GenerateConfig:
     given = {"decoding": Decoding(max_tokens=12, temperature=0.7, keep_unfinished=True), "resources": INLINE}
     return GenerateConfig(**(given | values))

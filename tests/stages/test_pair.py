@@ -54,6 +54,14 @@ def corpus(directory: Path, records: list[Record], validation: int = 0) -> Corpu
     return write(directory, records, Corpus, split)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    from stages.training.world import repeatable
+
+    with repeatable(1):  # small matrices, and other work on the machine
+        yield
+
+
 def config(**values) -> PairConfig:
     return PairConfig(**({"resources": INLINE, "sequence_length": 512} | values))
 

@@ -6,6 +6,7 @@ import torch
 from stages.serving.batch import answers, batches, log_probabilities
 from stages.serving.generate import Sampling, generate
 from stages.serving.model import load_model
+from stages.training.world import repeatable
 from tests.stages.tiny_model import save_tiny_model
 
 PROMPTS = [
@@ -20,6 +21,12 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     return load_model(save_tiny_model(tmp_path_factory.mktemp("model"), golden=False))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with repeatable(1):  # small matrices, and other work on the machine
+        yield
 
 
 def encode(loaded, texts):
