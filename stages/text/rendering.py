@@ -83,6 +83,8 @@ class Renderer:
             rendered, as_text = marked.unmarked(rendered)
             if rendered != self._rendered(messages, tools, opened)[0]:
                 raise ChatRefused("control_strings")
+        if not _is_unicode(rendered):
+            raise ChatRefused("not_unicode")
         _require_contents(rendered, messages)
         controls = [found.span() for found in self.control.anywhere.finditer(rendered)]
         if as_text:
@@ -230,6 +232,14 @@ class Renderer:
     @cached_property
     def _has_marks(self) -> bool:
         return GENERATION.search(self.text) is not None
+
+
+def _is_unicode(text: str) -> bool:
+    """Without lone surrogates, which JSON can write and no tokenizer reads."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _require_contents(text: str, messages: Messages) -> None:

@@ -22,10 +22,13 @@ FIXES = {
     "answer_unmarked": "the template's {% generation %} marks leave out turns of the assistant; take the marks out",
     "answer_within_token": "the tokenizer joins the template's words with the answer's; end the template's with a control token",
     "content_lost": "the template leaves out messages; bring another template, or take those messages out",
+    "control_lost": "the tokenizer does not read control tokens where the template writes them; their `normalized` in "
+    "tokenizer.json must be false",
     "control_strings": "the words of control tokens stand in messages; stages.tokenize.control_strings=neutralise takes them as text",
     "history_rewritten": "the template writes earlier turns otherwise once later ones follow (reasoning that it drops); "
     "set stages.tokenize.loss_on=last",
     "mark_within_token": "the template's {% generation %} marks end within a token; take the marks out",
+    "not_unicode": "the text holds lone surrogates; save it as UTF-8",
     "no_answer": "there is no turn of the assistant; set stages.tokenize.loss_on=all or bring other data",
     "no_messages": "the chat is empty",
     "prompt_differs": "the template opens a turn of the assistant otherwise than it writes one; bring another template",

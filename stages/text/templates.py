@@ -164,8 +164,8 @@ class Template:
         starts = [answer.start for answer in draft.answers if answer.start is not None]
         for _ in range(2):
             at = np.flatnonzero(self.renderer.control.is_control[ids])
-            if len(at) != len(draft.controls):  # a normaliser made a control token of something else
-                raise ChatRefused("control_strings")
+            if len(at) != len(draft.controls):  # more: a normaliser made a control token of something else
+                raise ChatRefused("control_strings" if len(at) > len(draft.controls) else "control_lost")
             places = Places(draft.text, draft.as_text, draft.controls, ids, at, self._head)
             cuts = [(start, start) for start in starts if places.of(start) is None]
             if not cuts:

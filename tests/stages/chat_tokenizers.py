@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[list[str], list[str], str | None, str, bool]] = {
     "smollm2": (IM, [], "<|im_start|>", "<|im_end|>", False),
     "zephyr": (["<s>", "</s>"], [], "<s>", "</s>", False),
 }
-KINDS = ("byte_level", "unigram", "wordpiece")
+KINDS = ("byte_level", "sentencepiece_bpe", "unigram", "wordpiece")
 WORDS = [
     "the",
     "a",
@@ -136,6 +136,25 @@ def _untrained(kind: str, special: list[str]) -> Tokenizer:
             vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], initial_alphabet=letters, show_progress=False
         )
         tokenizer.train_from_iterator(lines, trainer)
+    elif (
+        kind == "sentencepiece_bpe"
+    ):  # as Llama 2 has it: a space before the text by the normaliser, unknown letters as bytes
+        letters = [chr(code) for code in range(33, 127)] + ["▁", "\n"]
+        pairs = ["▁ s", "a y", "▁ t", "h e", "] h", "▁ ▁", "\n h", "▁t h", "\n \n"]
+        words = [
+            "<unk>",
+            *(f"<0x{code:02X}>" for code in range(256)),
+            *letters,
+            *(pair.replace(" ", "") for pair in pairs),
+        ]
+        merges = [(one, other) for one, _, other in (pair.partition(" ") for pair in pairs)]
+        vocab = {word: number for number, word in enumerate(words)}
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        )
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(parts)
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

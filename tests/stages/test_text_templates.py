@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from stages.contract import StageError
 from stages.text.builtin_templates import TEMPLATES
 from stages.text.choices import ControlStrings, LossOn
+from stages.text.template_check import FIXES
 from stages.text.templates import Encoded, Template
 from tests.stages.chat_tokenizers import FAMILIES, KINDS, random_chat, save_tokenizer, text_template, tool_chat
 
@@ -361,6 +363,7 @@ def test_messages_of_other_shapes_are_read_as_what_they_mean() -> None:
     ]
     assert template.encode(shapes, None, LossOn.last).ids.tolist() == plain
     assert template.encode([], None, LossOn.last).reason == "no_messages"
+    assert template.encode([{"role": "user", "content": "a\ud800"}, A], None, LossOn.last).reason == "not_unicode"
 
 
 # The same tomorrow
@@ -428,6 +431,17 @@ def test_built_in_templates_fit_the_tokenizers_they_are_for(name: str) -> None:
     for chat, _ in samples:
         one, other = (each.encode(chat, None, LossOn.assistant) for each in (template, without))
         assert one.ids.tolist() == other.ids.tolist() and one.labelled.tolist() == other.labelled.tolist()
+
+
+def test_every_reason_has_its_way_out() -> None:
+    root = Path(__file__).parents[2]
+    modules = ("masks", "rendering", "templates")
+    source = "".join((root / "stages" / "text" / f"{name}.py").read_text("utf-8") for name in modules)
+    raised = [call for call in re.findall(r"raise (?:ChatRefused|Unmaskable)\((.*)\)", source) if '"' in call]
+    reasons = {word for call in raised for word in re.findall(r'"(\w+)"', call)}
+    assert len(reasons) >= 17 and reasons == set(FIXES)
+    described = (root / "docs" / "data.md").read_text("utf-8")
+    assert not [reason for reason in reasons if f"`{reason}`" not in described]
 
 
 def test_the_self_test_names_what_ends_turns() -> None:
