@@ -17,10 +17,12 @@ import pytest
 from stages.artifacts import Checkpoint
 from stages.contract import Executor, ResourcesUnavailable, StageError
 from stages.generate import GenerateConfig, GenerateResources, generate
+from stages.serving.options import ServingOptions
 from stages.text.record import Record, canonical
 from stages.text.synthesis import Ask, AskAs, Decoding, Endpoint, Kind, Output, Score, ScoreBy
 from tests.stages.test_generate import rows_of, texts, tree, write
-from tests.stages.tiny_model import save_tiny_model
+from tests.stages.test_serving_app import NAME, serve
+from tests.stages.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
 
 class Model:
@@ -327,3 +329,18 @@ def test_a_run_killed_while_a_checkpoint_answers_ends_with_the_same_bytes(tmp_pa
     )
     generate(cfg, whole, rows=given, checkpoint=Checkpoint(uri=directory.as_uri(), digest=given.digest))
     assert tree(output) == tree(whole.output)
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+def test_a_checkpoint_and_the_server_of_it_make_the_same_rows(tmp_path, make_context, template) -> None:
+    directory = save_tiny_model(tmp_path / "model", chat_template=template)
+    given, form = write(tmp_path / "rows", texts(12)), AskAs.chat if template else AskAs.text
+    values = {"ask": Ask(form=form), "decoding": Decoding(max_tokens=8, temperature=0.7, keep_unfinished=True)}
+    resources = GenerateResources(executor=Executor.inline, concurrency=3)
+    here, there = make_context(seed=4), make_context(seed=4)
+    checkpoint = Checkpoint(uri=directory.as_uri())
+    generate(GenerateConfig(resources=resources, **values), here, rows=given, checkpoint=checkpoint)
+    for server in serve(directory, ServingOptions()):
+        endpoint = Endpoint(base_url=f"http://127.0.0.1:{server.port}/v1", model=NAME, revision="7")
+        generate(GenerateConfig(resources=resources, endpoint=endpoint, **values), there, rows=given)
+    assert rows_of(there.output) == rows_of(here.output)
