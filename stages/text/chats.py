@@ -82,6 +82,11 @@ def decoded(value: Any, field: str) -> Any:
     return value
 
 
+def role_of(name: Any) -> str | None:
+    """The one name of a role that goes by many."""
+    return ROLES.get(name) if isinstance(name, str) else None
+
+
 def messages(value: Any, field: str, texts: Texts) -> list[Message]:
     """A list of messages with role/content or from/value, each in the one form; their order is not looked at."""
     value = decoded(value, field)
@@ -98,7 +103,7 @@ def _message(message: Any, at: str, texts: Texts) -> Message:
     named, said = ("role", "content") if message.get("role") is not None else ("from", "value")
     if message.get(named) is None:
         raise Fault("not_a_message", at, "no role")
-    role = ROLES.get(message[named]) if isinstance(message[named], str) else None
+    role = role_of(message[named])
     if role is None:
         raise Fault("unknown_role", at, word(message[named]))
     if message.get("weight") not in (None, 1) or message.get("train") is False:

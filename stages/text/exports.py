@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from stages.text.chats import ROLES, Message, Texts
+from stages.text.chats import Message, Texts, role_of
 from stages.text.faults import Fault, kind, word
 
 
 def thread(mapping: Any, current: Any, texts: Texts) -> list[Message]:
     """ChatGPT keeps every conversation as a tree (an edited question is a branch): the messages from its root to the current
     one, without what it hides itself and without those of its tools, which are not in the form of calls and answers."""
-    if not isinstance(mapping, dict) or current not in mapping:
+    if not isinstance(mapping, dict) or not isinstance(current, str) or current not in mapping:
         raise Fault("broken_export", "current_node")
     found: list[Message] = []
     seen: set[Any] = set()
-    node = current
+    node: Any = current
     while node is not None:
-        if not isinstance(mapping.get(node), dict) or node in seen:
+        if not isinstance(node, str) or not isinstance(mapping.get(node), dict) or node in seen:
             raise Fault("broken_export", "mapping")
         seen.add(node)
         if (message := _message(mapping[node].get("message"), texts)) is not None:
@@ -29,15 +29,16 @@ def thread(mapping: Any, current: Any, texts: Texts) -> list[Message]:
 def _message(message: Any, texts: Texts) -> Message | None:
     if not isinstance(message, dict):
         return None
-    author, content = message.get("author") or {}, message.get("content") or {}
-    hidden = (message.get("metadata") or {}).get("is_visually_hidden_from_conversation")
-    role = ROLES.get(author.get("role", ""))
+    author, content, about = (_object(message.get(name)) for name in ("author", "content", "metadata"))
+    hidden = about.get("is_visually_hidden_from_conversation")
+    role = role_of(author.get("role"))
     if hidden or role not in ("system", "user", "assistant") or message.get("recipient", "all") != "all":
         return None
     if content.get("content_type") not in ("text", "multimodal_text"):
         return None  # its code, its browsing, its thoughts
     said = []
-    for part in content.get("parts") or []:
+    parts = content.get("parts")
+    for part in parts if isinstance(parts, list) else []:
         if not isinstance(part, str):
             found = part.get("content_type") if isinstance(part, dict) else part
             raise Fault("unsupported_content_part", "mapping", word(found))
@@ -52,14 +53,21 @@ def turns(messages: Any, texts: Texts) -> list[Message]:
     found: list[Message] = []
     for index, message in enumerate(messages):
         at = f"chat_messages[{index}]"
-        role = ROLES.get(message.get("sender", "")) if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            raise Fault("not_a_message", at, kind(message))
+        role = role_of(message.get("sender"))
         if role is None:
-            raise Fault("unknown_role", at, word(message.get("sender") if isinstance(message, dict) else message))
+            raise Fault("unknown_role", at, word(message.get("sender")))
         if message.get("attachments") or message.get("files"):
             raise Fault("attachment", at)
         said = message.get("text")
         if not said:
-            parts = message.get("content") or []
+            content = message.get("content")
+            parts = [_object(part) for part in content] if isinstance(content, list) else []
             said = "".join(texts.take(part.get("text"), at) for part in parts if part.get("type") == "text")
         found.append({"role": role, "content": texts.take(said, at)})
     return found
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

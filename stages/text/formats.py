@@ -253,7 +253,7 @@ def _preference(row: Row, fields: Fields, texts: Texts) -> Parts:
         inner = row.get("input")
         inner = inner if isinstance(inner, dict) else {}
         given = {fields.prompt: inner.get("messages"), "tools": inner.get("tools")}
-        given |= {fields.chosen: row["preferred_output"], fields.rejected: row["non_preferred_output"]}
+        given |= {fields.chosen: row["preferred_output"], fields.rejected: _field(row, "non_preferred_output")}
     for name in (fields.chosen, fields.rejected):
         _field(given, name)
     prompt = given.get(fields.prompt)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from stages.contract import StageError
 from stages.text.containers import Item, Reading, json_lines, json_values, text_units
-from stages.text.faults import Fault, shown
+from stages.text.faults import RULES, Fault, shown
 from stages.text.files import Container, File
 from stages.text.formats import Decision, Fields, Format, recognise, repeats_prompt
 from stages.text.lines import numbered
@@ -65,10 +65,11 @@ class Source:
         votes: Counter[tuple[Format, str]] = Counter()
         repeated: list[bool] = []
         unknown: tuple[str, int, str] | None = None
-        looked_at = 0
+        looked_at, faults = 0, Counter[str]()
         for file, (line, row) in self._first():
             looked_at += 1
             if isinstance(row, Fault):
+                faults[row.rule] += 1
                 continue
             if (found := recognise(row, self.reading.fields)) is not None:
                 votes[found] += 1
@@ -88,7 +89,10 @@ class Source:
             return replace(self, reading=reading, format=decision.format, why=decision.why + habit)
         if unknown is not None:
             raise StageError(self._unknown(*unknown))
-        return self  # nothing usable: the rows themselves say why
+        if looked_at == SEARCH:
+            rules = ", ".join(f"{count:,} {rule}: {RULES[rule]}" for rule, count in faults.most_common())
+            raise StageError(f"{self.files[0].name}: none of the first {SEARCH:,} rows can be used ({rules})")
+        return self  # no row is usable, and they say themselves why
 
     def _first(self) -> Iterator[tuple[File, Item]]:
         left = SEARCH

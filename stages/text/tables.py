@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from stages.contract import StageError
+from stages.storage.bucket import BucketError
 from stages.text.containers import Item, Reading, Repaired, too_long
 from stages.text.faults import Fault, shown
 from stages.text.files import Container, File, opened
@@ -130,14 +131,16 @@ def parquet_rows(file: File, reading: Reading, wanted: frozenset[str], start: in
                 for row in _rows(batch, reading):
                     number += 1
                     yield number, row
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise _not_whole(file, error) from None
 
 
 def parquet_file(file: File, source: Any) -> pyarrow.parquet.ParquetFile:
     try:
         parquet = pyarrow.parquet.ParquetFile(source, pre_buffer=False)
-    except (pyarrow.ArrowException, OSError) as error:
+    except BucketError:
+        raise
+    except Exception as error:  # whatever broken bytes make the library raise
         raise _not_whole(file, error) from None
     names = parquet.schema_arrow.names
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]

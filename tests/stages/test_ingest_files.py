@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ import pytest
 
 from stages.contract import Context, Executor, StageError
 from stages.ingest import IngestConfig, IngestResources, SourceConfig, _sources, ingest
+from stages.text.chats import Texts
+from stages.text.containers import Reading
+from stages.text.faults import RULES, Fault
 from stages.text.files import Container, TextUnit, find
-from stages.text.formats import EncodingErrors, Format
+from stages.text.formats import EncodingErrors, Fields, Format, parts
+from stages.text.sources import Source
 from tests.services import Service
 from tests.stages.test_ingest import quarantine, read, take, tree
 
@@ -181,6 +187,15 @@ def test_json_under_the_name_of_json_lines_is_told(make_context: MakeContext, tm
         with pytest.raises(StageError, match=r"is it JSON, not JSON Lines\? container=json"):
             take(make_context, path)
         assert texts(make_context, path, container=Container.json) == ["a"]
+
+
+def test_a_file_without_one_usable_row_in_a_thousand_is_no_source(make_context: MakeContext, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"caf\xe9\n" * 2_000 + jsonl({"text": "a"}))
+    with pytest.raises(
+        StageError, match=r"x.jsonl: none of the first 1,000 rows can be used \(1,000 invalid_utf8: bytes"
+    ):
+        take(make_context, path, max_bad_fraction=1)
 
 
 def test_a_file_whose_name_is_no_text_is_refused(make_context: MakeContext, tmp_path: Path) -> None:
@@ -517,6 +532,59 @@ def test_impossible_sources_are_refused_by_name() -> None:
             IngestConfig(**values)
     with pytest.raises(ValueError, match=r"resources\.blocks"):
         IngestResources(blocks=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.jsonl.gz", "x.jsonl.zst"])
+def test_no_bytes_make_a_reader_do_anything_but_read_quarantine_or_refuse(tmp_path: Path, name: str) -> None:
+    rows = [
+        CHAT,
+        {"text": "é"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"instruction": "a", "output": "b"},
+    ] * 5
+    path = tmp_path / name
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [CHAT["messages"]] * 60}), path, row_group_size=20)
+    lines = jsonl(*rows)
+    whole = {
+        "x.json": json.dumps({"version": "1", "data": rows}, indent=1).encode(),
+        "x.csv": 'prompt,completion\r\n"a\nb",c\né,"e ""f"""\n'.encode() * 5,
+        "x.txt": "é\n\nb\n".encode() * 10,
+        "x.parquet": path.read_bytes(),
+        "x.jsonl.gz": gzip.compress(lines),
+        "x.jsonl.zst": pyarrow.compress(lines, codec="zstd", asbytes=True),
+    }.get(name, lines)
+    chance = random.Random(name)
+    signs = [b'"', b"\n", b"{", b"[", b"\xef\xbb\xbf", b"\xf0\x9f", b",", b"\\ud83d", b"\0", b"\xff"]
+    outcomes: Counter[str] = Counter()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 3, 20))):
+            at = chance.randrange(len(data) + 1)
+            data[at : at + chance.choice((0, 1, 1, 30))] = chance.choice(signs)
+        path.write_bytes(data[: chance.choice((len(data), chance.randrange(len(data))))])
+        outcomes.update(_read_all(path, chance))
+    assert set(outcomes) <= {"read", "refused"} | RULES.keys()
+    assert len(outcomes) > 1
+
+
+def _read_all(path: Path, chance: random.Random) -> Iterator[str]:
+    files = find(str(path)).files
+    replace = chance.random() < 0.5
+    reading = Reading(Fields(), chance.choice(list(TextUnit)), None, replace, chance.choice((60, 10**6)))
+    try:
+        source = Source("s", "", files, reading, Format.auto, "id").decided()
+        for _, row in source.rows(files[0]):
+            try:
+                if isinstance(row, Fault):
+                    raise row
+                made = parts(row, source.format, source.reading.fields, Texts(replace=replace))
+                assert all(value.encode() or True for value in made.values())
+                yield "read"
+            except Fault as fault:
+                yield fault.rule
+    except StageError:
+        yield "refused"
 
 
 @pytest.mark.slow

@@ -361,6 +361,7 @@ def test_what_two_transcripts_have_in_common_is_their_prompt() -> None:
         ({"prompt": "q", "chosen": [user("x")], "rejected": [assistant("y")]}, "role_order"),
         ({"prompt": "q", "chosen": "x"}, "missing_field"),
         ({"prompt": "q", "completion": "x"}, "other_format"),
+        ({"preferred_output": [assistant("a")]}, "missing_field"),
     ],
 )
 def test_what_is_wrong_with_a_preference_has_a_rule(row: Row, rule: str) -> None:
@@ -383,6 +384,10 @@ def test_a_chatgpt_export_is_the_branch_that_was_shown_last() -> None:
     assert made({"mapping": tree, "current_node": "a", "title": "x"})["messages"] == [user("hi"), assistant("yo")]
     assert fault({"mapping": tree, "current_node": "gone"})[0] == "broken_export"
     assert fault({"mapping": tree | {"u": node("user", "hi", "nowhere")}, "current_node": "a"})[0] == "broken_export"
+    odd: list[Any] = [["b"], {"author": 3, "content": [3]}, {"author": {"role": []}}]
+    for wrong in odd:
+        broken = tree | {"t": {"message": wrong, "parent": "u"}}
+        assert made({"mapping": broken, "current_node": "a"})["messages"] == [user("hi"), assistant("yo")]
     picture = tree | {"u": node("user", {"content_type": "image_asset_pointer"}, "s")}
     assert fault({"mapping": picture, "current_node": "a"}) == (
         "unsupported_content_part",
