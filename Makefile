@@ -96,7 +96,7 @@ export: setup ## a plain Hugging Face folder: make export MODEL=models:/quicksta
 doctor: setup ## is this machine fit: versions, cores, memory, disk, ports, Ray, MLflow, store, GPU
 	@$(RAYKEEL) doctor $(ARGS)
 
-down: setup ## stop the endpoint and this project's Ray
+down: setup ## stop the endpoint, this project's Ray and the process that keeps MLflow open
 	@$(RAYKEEL) down $(ARGS)
 
 test: setup ## the default tests, real Ray and a small life end to end (under 5 minutes)

@@ -193,6 +193,8 @@ class Attempt:
         except BaseException as error:
             worker.stop(STOP_GRACE_S if isinstance(error, Stopped) else TIMEOUT_GRACE_S)
             raise
+        finally:
+            registry.close()
         self.session.pool.give_back(worker)
         return deposit
 

@@ -126,8 +126,8 @@ class Conversation:
 
 def start_ahead(desk: Desk) -> None:
     """Have a scribe up when the first run asks for it; who asks is told of failures."""
-    with contextlib.suppress(Exception):
-        Conversation(desk).ask(op="ready")
+    with contextlib.suppress(Exception), contextlib.closing(Conversation(desk)) as conversation:
+        conversation.ask(op="ready")
 
 
 def _dismiss(desk: Desk) -> None:

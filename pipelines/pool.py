@@ -133,7 +133,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def warm_up(self) -> None:
-        """Have one ready: a start takes a quarter of a second, which passes while MLflow is opened."""
+        """Have one ready: a start takes a quarter of a second, which passes while MLflow's store is opened."""
         if not self._idle:
             self.give_back(self._start())
 

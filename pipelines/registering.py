@@ -65,6 +65,9 @@ class MlflowRegistry(RegistryReader):
     def resolve(self, model: str) -> tuple[str, str]:
         return self._patiently(lambda: RegistryReader.resolve(self, model), f"{model} cannot be read")
 
+    def close(self) -> None:
+        """Nothing is held for it."""
+
     def _source(self, model: Artifact) -> str:
         """What MLflow shows as the version's place. A server refuses any local path outside the run's own artifacts."""
         if not self.uri.startswith("http") or not model.uri.startswith("file:"):

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipelines import cluster
+from pipelines import cluster, desk
 from pipelines.config import ROOT, AppConfig, ClusterConfig, ClusterMode, redacted
 from pipelines.machine import Line, ok
 from pipelines.registry import fetch, tracking_uri
@@ -88,6 +88,8 @@ def _ask_ray(state: Path, address: str | None, running: bool) -> str:
 def tracking(app: AppConfig) -> Line:
     """The server's health, or a write lock on the SQLite file."""
     uri = tracking_uri(app.tracking.uri, app.state_root)
+    pids = ", ".join(str(one["pid"]) for one in desk.running(app.state_root))
+    kept = f"; kept open by process {pids}" if pids else ""
     begun = time.monotonic()
     if uri.startswith("http"):
         try:
@@ -96,7 +98,7 @@ def tracking(app: AppConfig) -> Line:
             return Line(
                 "problem", f"{redacted(uri)}: {redacted(str(error))}", "start the server, or use tracking=local"
             )
-        return ok(f"{redacted(uri)} answers in {1000 * (time.monotonic() - begun):.0f} ms")
+        return ok(f"{redacted(uri)} answers in {1000 * (time.monotonic() - begun):.0f} ms{kept}")
     path = Path(uri.removeprefix("sqlite:///"))
     if not path.exists():
         return ok(f"no MLflow store yet; the first run makes {path}")
@@ -112,7 +114,7 @@ def tracking(app: AppConfig) -> Line:
         return Line(
             "problem", f"{path}: {error}", "end the process that holds it; a full or read-only disk gives this too"
         )
-    return ok(f"{path}: {tables} tables, takes a write in {1000 * (time.monotonic() - begun):.0f} ms")
+    return ok(f"{path}: {tables} tables, takes a write in {1000 * (time.monotonic() - begun):.0f} ms{kept}")
 
 
 def store(app: AppConfig) -> Line:

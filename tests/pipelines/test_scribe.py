@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from pipelines import desk as desks
-from pipelines import dictation, scribe
+from pipelines import dictation, scribe, services
 from pipelines.config import ROOT, AppConfig
 from pipelines.desk import Desk
 from pipelines.dictation import Conversation, Dictation
@@ -256,6 +256,7 @@ def test_other_rights_or_another_code_are_served_by_another_scribe_and_the_idle_
 
 def test_nobody_else_can_talk_to_it_and_nothing_secret_is_seen_of_it(state: Path) -> None:
     (one,) = desks.running(state)
+    assert f"kept open by process {one['pid']}" in services.tracking(AppConfig(name="stub", state=str(state))).found
     assert Path(one["socket"]).parent.stat().st_mode & 0o777 == 0o700
     assert desk_of(state).record.stat().st_mode & 0o777 == 0o600
     desk = replace(desk_of(state), uri="http://bob:CANARY@127.0.0.1:1")
