@@ -25,6 +25,14 @@ U = {"role": "user", "content": "hi"}
 A = {"role": "assistant", "content": "yo"}
 S = {"role": "system", "content": "be brief"}
 MODELS = sorted(FAMILIES)
+EACH = [
+    pytest.param(
+        family, kind, marks=[] if kind == "byte_level" or family in ("chatml", "mistral_v1") else pytest.mark.slow
+    )
+    for family in MODELS
+    for kind in KINDS
+]
+"""Every template with every kind of tokenizer; the fast suite has each once, and two of them with all."""
 
 
 @functools.cache
@@ -92,8 +100,7 @@ def test_what_is_learned_is_each_answer_and_the_end_of_its_turn(family: str) -> 
         assert everything.reason is None and everything.labelled[1:].all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("family", "kind"), EACH)
 def test_before_each_answer_stands_what_the_server_feeds(family: str, kind: str) -> None:
     template = loaded(kind, family)
     for chat in chats(family, 8, seed=2):

@@ -19,7 +19,7 @@ from stages.training.export import write_golden
 from tests.stages.chat_tokenizers import random_chat, save_tokenizer
 from tests.stages.test_serving_app import NAME, Running, assert_error, serve
 
-FAMILIES = ("llama31", "qwen3", "zephyr")
+FAMILIES = (pytest.param("llama31", marks=pytest.mark.slow), "qwen3", pytest.param("zephyr", marks=pytest.mark.slow))
 
 
 def save_model(directory: Path, family: str, override: str | None = None) -> Template:
