@@ -207,6 +207,8 @@ def test_a_pipeline_survives_its_tracking_server_and_says_where_the_record_is(
     assert "kept in" in said and "spool" in said
     app.stages["enlist"] = EnlistConfig(inputs={"rows": "make"})
     monkeypatch.setattr(registering, "PATIENCE_S", 2.0)
+    for name, value in (("MAX_RETRIES", "0"), ("TIMEOUT", "3")):  # as a store that is opened sets them
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
     with session.Session(app, Console()) as opened:
         opened._tracking["stub"] = _open_without_asking(app, own_server.uri)
         with pytest.raises(ResourcesUnavailable, match=r"cannot be reached|was made"):
