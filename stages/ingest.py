@@ -7,96 +7,24 @@ shows nothing of either.
 """
 
 import json
-import math
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Rows
-from stages.contract import Context, Executor, Resolver, StageConfig, StageError, TaskResources, location, stage
-from stages.text.files import Container, Found, TextUnit, find
-from stages.text.formats import EncodingErrors, Fields, Format
+from stages.contract import Context, Executor, Resolver, StageConfig, StageError, TaskResources, stage
+from stages.text.files import Found, find
+from stages.text.formats import EncodingErrors
+from stages.text.source_config import SourceConfig
 
 if TYPE_CHECKING:
     from stages.text.sources import Source
 
 DOCSTRINGS = "docstrings"
-LINES_SHOWN = 5
 Facts = dict[str, Any]
-
-
-@dataclass(kw_only=True)
-class SourceConfig:
-    """Where rows come from, what they are called there, and how much they count."""
-
-    path: str | None = location(None)
-    """A file, a directory or a glob, also below s3://, gs:// or az://: .jsonl, .json, .parquet, .csv, .tsv, .txt or .md, each
-    also as .gz or .zst. Null without `hub`: the documentation of the installed Python standard library."""
-    hub: str | None = None
-    """A hub's data set (`owner/name`) in place of a path. Only its files are taken, never code that it brings."""
-    revision: str = location("main")
-    """Branch, tag or commit of the hub's data set. It is resolved to a commit when the run is planned."""
-    subset: str | None = None
-    """Subset (config) of the hub's data set. Null: its default one."""
-    split: str = "train"
-    """Split of the hub's data set."""
-    container: Container = Container.auto
-    """How rows are packed in the files, for files whose names do not say it."""
-    format: Format = Format.auto
-    """How a row says what it has to say. `auto`: what most of the first usable rows are; rows of another format are
-    quarantined."""
-    text_field: str = "text"
-    """The field that holds the text of a row of plain text."""
-    prompt_field: str = "prompt"
-    """The field that holds what a model is given, of a row of prompt and completion or of a preference."""
-    completion_field: str = "completion"
-    """The field that holds what a model should answer, of a row of prompt and completion: loss is taken on it alone. Where
-    there is no `completion`, `response` is taken."""
-    messages_field: str | None = None
-    """The field that holds a chat's messages. Null: `messages` or `conversations`."""
-    chosen_field: str = "chosen"
-    """The field that holds the preferred answer."""
-    rejected_field: str = "rejected"
-    """The field that holds the other answer."""
-    id_field: str | None = "id"
-    """The rows' own id, where they have one: an id that stands on different rows is reported. Null: nothing is compared."""
-    delimiter: str | None = None
-    """What parts the values of a CSV file. Null: a comma, and a tab in .tsv."""
-    text_unit: TextUnit = TextUnit.file
-    """What makes one row of a .txt or .md file: the whole file, a paragraph (up to a blank line) or a line."""
-    encoding_errors: EncodingErrors = EncodingErrors.quarantine
-    """What happens to a row whose text is not UTF-8, or holds half a UTF-16 character or U+0000: quarantined, or `replace`d by
-    U+FFFD and counted."""
-    weight: float = 1.0
-    """How often the sampler draws from this source, in relation to the others of a mix."""
-
-    def __post_init__(self) -> None:
-        if self.path == "":
-            raise ValueError("path must name a file, a directory or a glob, got an empty string; null means docstrings")
-        for name in (
-            "text_field",
-            "prompt_field",
-            "completion_field",
-            "messages_field",
-            "chosen_field",
-            "rejected_field",
-        ):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} must be the name of a field, got an empty string")
-        if self.hub is not None and self.path is not None:
-            raise ValueError(f"hub must be null with a path ({self.path}), got {self.hub}: rows come from one place")
-        if self.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub):
-            raise ValueError(f"hub must be owner/name, got {self.hub!r}")
-        if self.delimiter is not None:
-            self.delimiter = "\t" if self.delimiter == "\\t" else self.delimiter
-            if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
-                raise ValueError(f"delimiter must be one character, got {self.delimiter!r}")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"weight must be above 0, got {self.weight}; take a source out to give it none")
 
 
 @dataclass(kw_only=True)
@@ -178,7 +106,7 @@ def _sources(cfg: IngestConfig, resolver: Resolver) -> Mapping[str, str]:
 @stage(libraries=("pyarrow",), ray=True, sources=_sources)
 def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     """Find the files, settle their formats, read them in parts, quarantine what cannot be used, write the rest as Parquet."""
-    from stages.text import ingesting
+    from stages.text import ingest_report, ingesting
 
     ctx.progress(0.0, "looking for files")
     sources = [_source(cfg, *each) for each in _configured(cfg)]
@@ -189,35 +117,24 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     shutil.rmtree(parts, ignore_errors=True)  # another attempt's
     parts.mkdir()
     reports = _read(cfg, sources, resources, parts, ctx)
-    _quarantine(reports, parts, ctx.output)
+    ingest_report.quarantine(reports, parts, ctx.output)
 
-    found = [_profile(n, source, cfg, reports) for n, source in enumerate(sources)]
-    rows, bad, rules = sum(f["rows"] for f in found), sum(f["quarantined"] for f in found), _rules(reports)
-    _refuse_above(cfg.max_bad_fraction, rows, rules, reports)
-    if not rows:
+    weights = [source.weight for _, _, source in _configured(cfg)]
+    found = [ingest_report.profile(n, sources[n], weight, reports) for n, weight in enumerate(weights)]
+    rules = ingest_report.rules_of(reports)
+    numbers = {name: sum(f[name] for f in found) for name in ("rows", "characters", "quarantined")}
+    ingest_report.refuse_above(cfg.max_bad_fraction, numbers["rows"], rules, reports)
+    if not numbers["rows"]:
         raise StageError(f"stages.ingest.source.path={cfg.source.path}: found no rows, wanted at least one")
-    clashes, first = _clashes(ingesting.clashing(parts, [report["part"] for report in reports]), parts)
+    again = ingesting.clashing(parts, [report["part"] for report in reports])
+    first = ingest_report.where(again, parts)
     _write(reports, resources, parts, ctx)
     shutil.rmtree(parts)
 
-    characters = sum(f["characters"] for f in found)
-    repaired = sum(report["repaired"] for report in reports)
-    numbers = {"rows": rows, "characters": characters, "quarantined": bad, "repaired": repaired, "id_clashes": clashes}
+    numbers |= {"repaired": sum(report["repaired"] for report in reports), "id_clashes": len(again)}
     ctx.tracker.log_metrics(numbers)
-    ctx.headline(
-        f"{rows:,} rows, {characters:,} characters: {_described(sources)}"
-        + (
-            f"; {bad:,} quarantined ({', '.join(f'{count:,} {rule}' for rule, count in sorted(rules.items()))})"
-            if bad
-            else ""
-        )
-        + (f"; {repaired:,} repaired" if repaired else "")
-        + (f"; {clashes:,} rows have an id of other rows (first: {first})" if clashes else "")
-    )
-    waterfall = [{"step": "in", "rows": rows + bad}, *({"step": r, "rows": n} for r, n in sorted(rules.items()))]
-    facts: Facts = {"kind": "+".join(sorted({kind for f in found for kind in f["kinds"]})), **numbers}
-    facts |= {"reasons": dict(rules), "waterfall": [*waterfall, {"step": "out", "rows": rows}], "sources": found}
-    Rows.write(ctx.output, facts)
+    ctx.headline(ingest_report.headline(sources, numbers, rules, first))
+    Rows.write(ctx.output, ingest_report.facts(found, numbers, rules))
     return Rows(uri=ctx.output.resolve().as_uri())
 
 
@@ -234,16 +151,8 @@ def _source(cfg: IngestConfig, name: str, prefix: str, source: SourceConfig) -> 
         found = hub.find(source.hub, commit, source.subset, source.split, source.container)
     elif source.path is not None:
         found = find(source.path, source.container)
-    fields = Fields(
-        text=source.text_field,
-        prompt=source.prompt_field,
-        completion=source.completion_field,
-        messages=source.messages_field,
-        chosen=source.chosen_field,
-        rejected=source.rejected_field,
-    )
     replace = source.encoding_errors is EncodingErrors.replace
-    reading = Reading(fields, source.text_unit, source.delimiter, replace, cfg.max_row_bytes)
+    reading = Reading(source.fields(), source.text_unit, source.delimiter, replace, cfg.max_row_bytes)
     made = Source(name, prefix, found.files, reading, source.format, source.id_field, left_out=found.left_out)
     return made.decided() if found.files else made
 
@@ -314,78 +223,3 @@ def _write(reports: list[Facts], resources: IngestResources, parts: Path, ctx: C
     for done, _ in enumerate(results(orders, ingesting.write, resources, table=table, output=ctx.output), 1):
         ctx.progress(0.8 + 0.2 * done / len(orders), f"{done} of {len(orders)} shards written")
     remove_partial(ctx.output)
-
-
-def _quarantine(reports: list[Facts], parts: Path, output: Path) -> None:
-    with (output / "quarantine.jsonl").open("wb") as whole:
-        for report in reports:
-            with (parts / f"faults-{report['part']:06d}.jsonl").open("rb") as part:
-                shutil.copyfileobj(part, whole)
-
-
-def _rules(reports: list[Facts]) -> Counter[str]:
-    return sum((Counter(report["rules"]) for report in reports), Counter())
-
-
-def _profile(number: int, source: "Source", cfg: IngestConfig, reports: list[Facts]) -> Facts:
-    """One source in numbers."""
-    mine = [report for report in reports if report["source"] == number]
-    weight = cfg.mix[source.name].weight if cfg.mix else cfg.source.weight
-    return {
-        "name": source.name,
-        "weight": weight,
-        "files": len(source.files),
-        "left_out": source.left_out,
-        "format": source.format.value if source.files else DOCSTRINGS,
-        "why": source.why,
-        "rows": sum(report["rows"] for report in mine),
-        "characters": sum(report["characters"] for report in mine),
-        "quarantined": _rules(mine).total(),
-        "reasons": dict(_rules(mine)),
-        "kinds": dict(sum((Counter(report["kinds"]) for report in mine), Counter())),
-    }
-
-
-def _refuse_above(fraction: float, good: int, rules: Counter[str], reports: list[Facts]) -> None:
-    """Fails with the table of reasons when too many rows cannot be used."""
-    from stages.text.faults import RULES
-
-    bad = rules.total()
-    if not bad or bad <= fraction * (bad + good):
-        return
-    first: dict[str, list[str]] = {}
-    for report in reports:
-        for rule, where in report["first"].items():
-            first.setdefault(rule, []).extend(where)
-    lines = []
-    for rule, count in sorted(rules.items(), key=lambda item: (-item[1], item[0])):
-        shown = ", ".join(first[rule][:LINES_SHOWN]) + (", ..." if count > LINES_SHOWN else "")
-        lines.append(f"  {count:>9,}  {rule}: {shown}\n             {RULES[rule]}")
-    table = "\n".join(lines)
-    raise StageError(
-        f"{bad:,} of {bad + good:,} rows cannot be used, at most {fraction:.1%} are allowed "
-        f"(stages.ingest.max_bad_fraction); mend these lines:\n{table}"
-    )
-
-
-def _clashes(found: Any, parts: Path) -> tuple[int, str]:
-    """How many rows carry an id that stands on another row, and where the first is."""
-    if not len(found):
-        return 0, ""
-    from stages.text.shards import Table, shard_name
-
-    part, row = int(found[0]["part"]), int(found[0]["row"])
-    table = next(Table.of([parts / "rows" / shard_name(part)]).slices(row, row + 1))
-    return len(found), str(table.column("id")[0])
-
-
-def _described(sources: list["Source"]) -> str:
-    """What was read, and as what."""
-    if len(sources) > 1:
-        return f"{len(sources)} sources ({', '.join(f'{s.name}: {s.format.value}' for s in sources)})"
-    source = sources[0]
-    if not source.files:
-        return "the standard library's docstrings"
-    what = source.files[0].name if len(source.files) == 1 else f"{len(source.files):,} files"
-    left = f", {source.left_out:,} files left out" if source.left_out else ""
-    return f"{what} as {source.format.value} ({source.why}{left})"
