@@ -119,8 +119,8 @@ class _Tracker:
         self._emit("metrics", {name: float(value) for name, value in metrics.items()}, step, at or time.time())
 
     def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
-        """Without a profile: all numbers of the artifact's own summary."""
-        facts = dict(profile) or datasets.profile(artifact.summary())
+        """Without a profile: the artifact's own."""
+        facts = datasets.profile(profile or artifact.summary())
         self._emit("dataset", name, artifact, context, facts, datasets.columns(artifact))
 
     def log_text(self, text: str, path: str) -> None:

@@ -107,7 +107,7 @@ class Tracker(Protocol):
         """Numbers at a step; `at` is Unix time in seconds (default: now)."""
 
     def log_dataset(self, name: str, artifact: Artifact, context: str, profile: Mapping[str, float]) -> None:
-        """An input data set: shown by MLflow with its digest, columns and profile (empty: all numbers of its own summary).
+        """An input data set: shown by MLflow with its digest, columns and profile (empty: its own).
         `context` is "training", "validation", ... What a stage makes is told without its doing."""
 
     def log_text(self, text: str, path: str) -> None:

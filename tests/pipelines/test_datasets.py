@@ -26,7 +26,7 @@ def packed(directory: Path) -> TokenDataset:
         table = pyarrow.table([[[1, 2]], [[-100, 2]], ["chat"]], schema=schema)
         pyarrow.parquet.write_table(table, directory / split / "part-00000.parquet")
     splits = {"train": {"rows": 1, "tokens": 2, "shares": {"chat": 1}}, "validation": {"rows": 1}}
-    TokenDataset.write(directory, {"sequence_length": 2, "name": "x", "cut": True, "sources": [{"rows": 1}], **splits})
+    TokenDataset.write(directory, {"sequence_length": 2, "pad_token_id": 0, "sources": [{"rows": 1}], **splits})
     return TokenDataset(directory.as_uri(), "ab" * 32)
 
 
