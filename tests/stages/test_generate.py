@@ -1,6 +1,10 @@
 """Generation: a checkpoint's answers row by row, the same from Ray, inline and after a kill; scores; what is dropped and why."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pyarrow.parquet
@@ -283,3 +287,29 @@ def test_what_names_the_model_is_identity_and_what_only_reaches_it_is_not() -> N
     assert cfg() == cfg(api_key_env="KEY")
     for changed in ({"revision": "2"}, {"model": "n"}, {"base_url": "http://h:2/v1"}):
         assert cfg() != cfg(**changed)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_an_actor_says_reaches_the_user_and_an_actor_that_dies_is_replaced(
+    tmp_path, make_context, model, ray_session
+) -> None:
+    given, resources = write(tmp_path / "rows", texts(600)), GenerateResources(actors=1)
+    with pytest.raises(StageError, match=r"^stages\.generate\.ask\.system is set"):
+        generate(config(ask=Ask(system="be brief"), resources=resources), make_context(), rows=given, checkpoint=model)
+    alone, killed = make_context(), make_context()
+    generate(config(), alone, rows=given, checkpoint=model)
+    answers, gone = killed.work / "answers", []
+
+    def kill_once() -> None:
+        while not (found := list(answers.glob("*.jsonl"))):
+            time.sleep(0.005)
+        gone.append(int(found[0].name.split(".")[1].split("-")[0]))
+        os.kill(gone[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_once, daemon=True)
+    thread.start()
+    generate(config(resources=resources), killed, rows=given, checkpoint=model)
+    thread.join(1)
+    assert len({path.name.split(".")[1] for path in answers.iterdir()}) == 2 and gone[0] != os.getpid()
+    assert tree(killed.output) == tree(alone.output)
