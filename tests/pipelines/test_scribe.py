@@ -135,7 +135,8 @@ def test_a_scribe_that_is_killed_in_the_middle_loses_nothing_and_doubles_nothing
     store.close()
 
 
-def test_a_new_run_whose_answer_was_lost_with_the_scribe_is_made_once(bare: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_a_new_run_whose_answer_was_lost_is_made_once(bare: Path, how: str) -> None:
     store = Dictation(desk_of(bare), "stub")
     sender = store.sender(bare / "spool" / "feedbeef.jsonl", None, asked=False)
     create: dict[str, Any] = {
@@ -150,7 +151,10 @@ def test_a_new_run_whose_answer_was_lost_with_the_scribe_is_made_once(bare: Path
     sender.send(create)
     first = sender.run_id
     (one,) = desks.running(bare)
-    os.kill(one["pid"], signal.SIGKILL)
+    if how == "killed":
+        os.kill(one["pid"], signal.SIGKILL)
+    else:
+        sender.close()  # the next conversation knows nothing of this one
     sender.run_id = None  # as if the answer had not come
     sender.send(create)
     assert sender.run_id == first and list(runs(bare)) == ["once"]
