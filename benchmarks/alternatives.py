@@ -10,7 +10,28 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT, clean_environment
 
-PINNED = {"dvc": "3.67.1", "metaflow": "2.19.39", "dagster": "1.13.29"}
+PINNED = {
+    "dvc": "3.67.1",
+    "metaflow": "2.19.39",
+    "dagster": "1.13.29",
+    "datasets": "5.2.0",
+    "datatrove": "0.10.1",
+    "datasketch": "2.0.0",
+}
+SAME_TOKENIZERS = "tokenizers==0.23.3"
+"""Ours, so that no arm has a faster tokenizer."""
+WITH = {
+    "datasets": [SAME_TOKENIZERS],
+    "datatrove": [
+        SAME_TOKENIZERS,
+        "xxhash==3.8.2",
+        "regex==2026.11.19",
+        "fasteners==0.20",
+        "orjson==3.13.0",
+        "spacy==3.8.18",
+    ],
+}
+"""What a tool needs for the work that it is given and does not bring."""
 PLACE = ROOT / ".raykeel" / "bench"
 INSTALL_TIMEOUT_S = 600.0
 
@@ -25,9 +46,14 @@ def installed(name: str, say: Callable[[str], None]) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _require(sys.executable, "-m", "venv", str(directory))
         pip = str(directory / "bin" / "pip")
-        _require(pip, "install", "-q", "--disable-pip-version-check", f"{name}=={PINNED[name]}")
+        _require(pip, "install", "-q", "--disable-pip-version-check", f"{name}=={PINNED[name]}", *WITH.get(name, ()))
         ready.touch()
     return directory / "bin"
+
+
+def pinned(name: str) -> dict[str, str]:
+    """For a result's details: the tool's version, where the arm is a tool."""
+    return {name: PINNED[name]} if name in PINNED else {}
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
