@@ -97,6 +97,11 @@ class Marked:
             length, at = length + len(typed), found.end()
         return "".join([*parts, text[at:]]), spans
 
+    def moved(self, text: str, spans: list[Span]) -> list[Span]:
+        """Spans of rendered text as spans of the text without marks."""
+        marks = sorted({at for found in self.pattern.finditer(text) for at in (found.start(), found.end() - 1)})
+        return [(start - bisect_left(marks, start), end - bisect_left(marks, end)) for start, end in spans]
+
 
 def strings(value: Any) -> Iterator[str]:
     """All strings in a JSON value, names of keys too."""

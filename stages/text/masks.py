@@ -107,7 +107,8 @@ def mask(
 
 
 def _marked(generated: list[Span], start: int, end: int) -> list[Span]:
-    inside = [(a, b) for a, b in generated if start <= a and b <= max(end, a) and a < end]
+    among = generated[bisect_left(generated, (start, start)) : bisect_left(generated, (end, end))]
+    inside = [(a, b) for a, b in among if b <= max(end, a)]
     if not inside:
         raise Unmaskable("answer_unmarked")
     return inside

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import (
 
 from stages.text import template_traits
 from stages.text.choices import ControlStrings
-from stages.text.control_tokens import ControlTokens, Marked, Span, touches
+from stages.text.control_tokens import ControlTokens, Span, touches
 from stages.text.masks import Answer
 from stages.text.template_traits import Messages, Traits
 
@@ -79,7 +79,7 @@ class Renderer:
         as_text: list[Span] = []
         if marked is not None:
             if generated is not None:
-                generated = [(_length(marked, rendered[:a]), _length(marked, rendered[:b])) for a, b in generated]
+                generated = marked.moved(rendered, generated)
             rendered, as_text = marked.unmarked(rendered)
             if rendered != self._rendered(messages, tools, opened)[0]:
                 raise ChatRefused("control_strings")
@@ -254,7 +254,3 @@ def _require_contents(text: str, messages: Messages) -> None:
             at = found
         elif content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
             raise ChatRefused("content_lost")
-
-
-def _length(marked: Marked, text: str) -> int:
-    return len(marked.unmarked(text)[0])

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_a_user_cannot_open_a_turn(kind: str) -> None:
     ]  # WordPiece decodes with spaces
     prompt = template.prompt_ids([INJECTED])
     assert encoded.ids[: len(prompt)].tolist() == prompt
+
+
+def test_a_long_chat_with_typed_control_words_and_marks_in_the_template_takes_no_square_of_its_length() -> None:
+    template = neutralising("byte_level", "qwen25", "chatml")  # the built-in template marks what the assistant writes
+    chat = [message for turn in range(1_500) for message in (INJECTED, {**A, "content": f"yo {turn}"})]
+    before = time.process_time()
+    encoded = template.encode(chat, None, LossOn.assistant)
+    assert time.process_time() - before < 3  # seconds; 9 when each mark is looked up in all of the text
+    turns = learned(template, encoded)
+    assert turns == [f"yo {turn}<|im_end|>" for turn in range(1_500)]
 
 
 @pytest.mark.parametrize(("family", "kind"), EACH)
