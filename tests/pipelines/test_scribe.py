@@ -40,8 +40,9 @@ def desk_of(state: Path) -> Desk:
 
 
 @pytest.fixture
-def bare(tmp_path: Path, fresh_mlflow: Path) -> Iterator[Path]:
+def bare(tmp_path: Path, fresh_mlflow: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state root with a schema and no scribe yet; whatever scribe came to it is ended."""
+    monkeypatch.setenv("RAYKEEL_SCRIBE_IDLE_S", "120")  # a busy machine may need seconds from one command to the next
     shutil.copytree(fresh_mlflow, tmp_path / "state")
     (tmp_path / "conf" / "pipeline").mkdir(parents=True)
     (tmp_path / "conf" / "pipeline" / "stub.yaml").write_text(PIPELINE)
