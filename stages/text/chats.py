@@ -9,7 +9,7 @@ matters is dropped without a word: what has no place here quarantines its row.
 import json
 from typing import Any
 
-from stages.text.faults import Fault, kind, word
+from stages.text.faults import Fault, kind, shown, word
 from stages.text.record import canonical
 
 Message = dict[str, Any]
@@ -21,6 +21,8 @@ ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "chatbot": "assistant",
+    "ai": "assistant",
     "bard": "assistant",
     "bing": "assistant",
     "model": "assistant",
@@ -31,6 +33,8 @@ ROLES = {
     "function_call": "assistant",
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What programs call the thoughts before an answer; the first is its name in a record."""
 
 
 class Texts:
@@ -83,18 +87,26 @@ def decoded(value: Any, field: str) -> Any:
 
 
 def role_of(name: Any) -> str | None:
-    """The one name of a role that goes by many."""
-    return ROLES.get(name) if isinstance(name, str) else None
+    """The one name of a role that goes by many, in capitals too."""
+    return ROLES.get(name.lower()) if isinstance(name, str) else None
 
 
 def messages(value: Any, field: str, texts: Texts) -> list[Message]:
     """A list of messages with role/content or from/value, each in the one form; their order is not looked at."""
-    value = decoded(value, field)
-    if isinstance(value, dict):
-        value = [value]
+    value = listed(decoded(value, field))
     if not isinstance(value, list):
         raise Fault("not_a_list", field, kind(value))
     return [_message(message, f"{field}[{index}]", texts) for index, message in enumerate(value)]
+
+
+def listed(value: Any) -> Any:
+    """One message is a list of one; a list of messages may be written by its columns, as older data sets of a hub have it."""
+    if not isinstance(value, dict):
+        return value
+    columns = [column for column in value.values() if isinstance(column, list)]
+    if not columns or len(columns) < len(value) or len({len(column) for column in columns}) > 1:
+        return [value]
+    return [dict(zip(value, items, strict=True)) for items in zip(*columns, strict=True)]
 
 
 def _message(message: Any, at: str, texts: Texts) -> Message:
@@ -123,10 +135,14 @@ def _message(message: Any, at: str, texts: Texts) -> Message:
     if calls:
         kept["tool_calls"] = [_call(call, f"{at}.tool_calls[{n}]", texts) for n, call in enumerate(calls)]
     if message.get(said) is None and not (calls and role == "assistant"):
-        raise Fault("null_content", f"{at}.{said}")
-    for key in ("tool_call_id", "name", "reasoning_content"):
+        there = "" if said in message else f"found {shown(message)}"
+        raise Fault("null_content", f"{at}.{said}", there)
+    for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             kept[key] = texts.take(message[key], f"{at}.{key}")
+    thought = next((key for key in REASONING if message.get(key) is not None), None)
+    if thought is not None:
+        kept[REASONING[0]] = texts.take(message[thought], f"{at}.{thought}")
     return kept
 
 
@@ -139,7 +155,7 @@ def _content(value: Any, at: str, texts: Texts) -> str:
     for index, part in enumerate(value):
         if isinstance(part, str):
             said.append(texts.take(part, f"{at}[{index}]"))
-        elif isinstance(part, dict) and part.get("type") in TEXT_PARTS:
+        elif isinstance(part, dict) and (part.get("type") in TEXT_PARTS or set(without_null(part)) == {"text"}):
             said.append(texts.take(part.get("text"), f"{at}[{index}].text"))
         else:
             raise Fault(
@@ -200,14 +216,15 @@ def tools(value: Any, field: str, texts: Texts) -> str:
     return texts.json(made, field) if made else ""
 
 
-def require_order(chat: list[Message], field: str) -> None:
-    """One system message at most, and first; a tool answers a call that was made; a call is answered before others speak."""
+def require_order(chat: list[Message], field: str, before: int = 0) -> None:
+    """One system message at most, and first; a tool answers a call that was made; a call is answered before others speak.
+    So many messages `before` do not stand in the field itself."""
     if not chat:
         raise Fault("empty_conversation", field)
     called: set[str] = set()
     open_calls = before_tool = False
     for index, message in enumerate(chat):
-        at, role = f"{field}[{index}]", message["role"]
+        at, role = f"{field}[{index - before}]" if index >= before else "prompt", message["role"]
         if role == "system" and index:
             raise Fault("role_order", at, "system behind the first message")
         if role == "tool":

@@ -9,8 +9,8 @@ from enum import Enum
 from typing import Any
 
 from stages.text import exports, preferences
-from stages.text.chats import Message, Texts, decoded, messages, require_assistant, require_order, tools
-from stages.text.faults import Fault
+from stages.text.chats import Message, Texts, decoded, listed, messages, require_assistant, require_order, tools
+from stages.text.faults import Fault, kind
 from stages.text.record import CHAT, PREFERENCE, PROMPT_COMPLETION, TEXT, canonical
 
 Row = Mapping[str, Any]
@@ -67,8 +67,13 @@ class Fields:
         return frozenset(named) | KNOWN_FIELDS
 
 
+ATTACHED = ("image", "images", "video", "videos", "audio", "audios")
+"""Fields with what a chat is about, beside its messages."""
 KNOWN_FIELDS = frozenset(
     [
+        *ATTACHED,
+        "context",
+        "question",
         "conversations",
         "conversation",
         "response",
@@ -103,8 +108,8 @@ def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
     if row.get(name) is not None and (style := _style(row[name], name)) is not None:
         keys = "role and content" if style is Format.chat else "from and value"
         return style, f"field {name} is a list of messages with {keys}"
-    if "instruction" in row and "output" in row:
-        return Format.alpaca, "fields instruction and output"
+    if "instruction" in row and (answer := _answer(row)) in row:
+        return Format.alpaca, f"fields instruction and {answer}"
     completion = fields.of_completion(row)
     if _conversational(row, fields):
         return Format.chat, f"fields {fields.prompt} and {completion} are lists of messages"
@@ -113,6 +118,11 @@ def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
     if fields.text in row:
         return Format.text, f"field {fields.text}"
     return None
+
+
+def _answer(row: Row) -> str:
+    """Dolly has `response` and `context` where Alpaca has `output` and `input`."""
+    return "output" if "output" in row or "response" not in row else "response"
 
 
 def _conversational(row: Row, fields: Fields) -> bool:
@@ -130,7 +140,7 @@ def repeats_prompt(row: Row, fields: Fields) -> bool:
 
 def _style(value: Any, field: str) -> Format | None:
     try:
-        value = decoded(value, field)
+        value = listed(decoded(value, field))
     except Fault:
         return None
     first = value[0] if isinstance(value, list) and value else None
@@ -211,8 +221,9 @@ def _chat(row: Row, fields: Fields, texts: Texts) -> Parts:
 
 def _alpaca(row: Row, fields: Fields, texts: Texts) -> Parts:
     asked = texts.take(_field(row, "instruction"), "instruction")
-    given = row.get("input")
-    if given is not None and (context := texts.take(given, "input")):
+    name = "input" if row.get("input") is not None else "context"
+    given = row.get(name)
+    if given is not None and (context := texts.take(given, name)):
         asked = f"{asked}\n{context}" if asked else context
     chat: list[Message] = []
     history = decoded(row.get("history") or [], "history")
@@ -222,16 +233,19 @@ def _alpaca(row: Row, fields: Fields, texts: Texts) -> Parts:
         for role, said in zip(("user", "assistant"), turn, strict=True):
             chat.append({"role": role, "content": texts.take(said, f"history[{index}]")})
     chat.append({"role": "user", "content": asked})
-    chat.append({"role": "assistant", "content": texts.take(_field(row, "output"), "output")})
-    return _made(chat, row, "output", texts)
+    answer = _answer(row)
+    chat.append({"role": "assistant", "content": texts.take(_field(row, answer), answer)})
+    return _made(chat, row, answer, texts)
 
 
 def _made(chat: list[Message], row: Row, field: str, texts: Texts) -> Parts:
     """Whole and in order: with the row's own system message and its tools."""
     if not chat:
         raise Fault("empty_conversation", field)
+    _refuse_attached(row)
+    given = len(chat)
     chat = with_system(chat, row, texts)
-    require_order(chat, field)
+    require_order(chat, field, len(chat) - given)
     require_assistant(chat, field)
     return {
         "kind": CHAT,
@@ -240,11 +254,22 @@ def _made(chat: list[Message], row: Row, field: str, texts: Texts) -> Parts:
     }
 
 
+def _refuse_attached(row: Row) -> None:
+    for name in ATTACHED:
+        if row.get(name):
+            raise Fault("attachment", name, kind(row[name]))
+
+
 def with_system(chat: list[Message], row: Row, texts: Texts) -> list[Message]:
     system = row.get("system")
     if system is None or system == "":
         return chat
-    return [{"role": "system", "content": texts.take(system, "system")}, *chat]
+    first: Message = {"role": "system", "content": texts.take(system, "system")}
+    if chat and chat[0]["role"] == "system":
+        if chat[0] != first:
+            raise Fault("role_order", "system", "another system message begins the chat")
+        return chat
+    return [first, *chat]
 
 
 def _preference(row: Row, fields: Fields, texts: Texts) -> Parts:
@@ -254,19 +279,20 @@ def _preference(row: Row, fields: Fields, texts: Texts) -> Parts:
         inner = inner if isinstance(inner, dict) else {}
         given = {fields.prompt: inner.get("messages"), "tools": inner.get("tools")}
         given |= {fields.chosen: row["preferred_output"], fields.rejected: _field(row, "non_preferred_output")}
+    _refuse_attached(row)
     for name in (fields.chosen, fields.rejected):
         _field(given, name)
     prompt = given.get(fields.prompt)
     if prompt is None:
-        prompt = given.get(fields.of_messages(given)) or given.get("instruction")
+        prompt = given.get(fields.of_messages(given)) or given.get("instruction") or given.get("question")
     chosen, rejected = given[fields.chosen], given[fields.rejected]
     if fields.prompt_repeated and repeats_prompt(given, fields):
         size = len(given[fields.prompt])
         chosen, rejected = chosen[size:], rejected[size:]
     pair = preferences.pair(prompt, chosen, rejected, fields.chosen, fields.rejected, texts)
     before = with_system(pair.prompt, given, texts)
-    require_order([*before, *pair.chosen], fields.chosen)
-    require_order([*before, *pair.rejected], fields.rejected)
+    require_order([*before, *pair.chosen], fields.chosen, len(before))
+    require_order([*before, *pair.rejected], fields.rejected, len(before))
     return {
         "kind": PREFERENCE,
         "messages": canonical(before),

@@ -5,14 +5,16 @@ because workers read by it.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stages.contract import StageError
+from stages.text.advice import advised, outlined
 from stages.text.containers import Item, Reading, json_lines, json_values, text_units
-from stages.text.faults import RULES, Fault, shown
+from stages.text.faults import RULES, Fault
 from stages.text.files import Container, File
-from stages.text.formats import Decision, Fields, Format, recognise, repeats_prompt
+from stages.text.formats import Decision, Format, recognise, repeats_prompt
 from stages.text.lines import numbered
-from stages.text.tables import csv_rows, parquet_rows
+from stages.text.tables import columns, csv_rows, parquet_rows
 
 SAMPLE = 20
 """Rows that decide a source's format."""
@@ -45,7 +47,8 @@ class Source:
     def rows(self, file: File, start: int = 0, end: int | None = None) -> Iterator[Item]:
         """(line, row or Fault) of a file, or of a range of it: bytes of JSON Lines, row groups of Parquet."""
         if file.container is Container.jsonl:
-            yield from json_lines(numbered(file, self.reading.max_row_bytes, start, end), self.reading)
+            lines = numbered(file, self.reading.max_row_bytes, start, end)
+            yield from json_lines(lines, self.reading, head=start == 0)
         elif file.container is Container.json:
             yield from json_values(file, self.reading)
         elif file.container is Container.text:
@@ -64,7 +67,7 @@ class Source:
             return replace(self, format=Format.text, why=f"one row a {self.reading.unit.value}")
         votes: Counter[tuple[Format, str]] = Counter()
         repeated: list[bool] = []
-        unknown: tuple[str, int, str] | None = None
+        unknown: tuple[File, int, dict[str, Any]] | None = None
         looked_at, faults = 0, Counter[str]()
         for file, (line, row) in self._first():
             looked_at += 1
@@ -77,7 +80,7 @@ class Source:
                 if votes.total() == SAMPLE:
                     break
             elif unknown is None:
-                unknown = file.name, line, shown(sorted(row, key=str))
+                unknown = file, line, row
         # In one row it may be chance (a prompt "I" before two answers that begin with "I"), in all of them it is a habit.
         fields = replace(self.reading.fields, prompt_repeated=bool(repeated) and all(repeated))
         reading = replace(self.reading, fields=fields)
@@ -103,11 +106,18 @@ class Source:
                 if not left:
                     return
 
-    def _unknown(self, name: str, line: int, found: str) -> str:
-        fields: Fields = self.reading.fields
+    def _unknown(self, file: File, line: int, row: dict[str, Any]) -> str:
+        fields, where = self.reading.fields, "stages.ingest.source"
+        if self.prefix:
+            where = f"stages.ingest.mix.{self.name}"
+        if file.container is Container.parquet:  # no column is read that no format may ask for
+            row = columns(file) | row
+        header = " (names from line 1)" if file.container in (Container.csv, Container.tsv) else ""
+        advice = advised(row, where) or (
+            f"name yours with {where}.text_field=, or .prompt_field= and .completion_field=, or .messages_field="
+        )
         return (
-            f"{name}:{line}: found the fields {found}; wanted {fields.text!r}, or {fields.prompt!r} and "
+            f"{file.name}:{line}: found the fields {outlined(row)}{header}; wanted {fields.text!r}, or {fields.prompt!r} and "
             f"{fields.completion!r}, or 'messages' (a list of role and content, or of from and value), or 'instruction' "
-            f"and 'output', or {fields.chosen!r} and {fields.rejected!r}; name yours with stages.ingest.source.text_field=, "
-            "or .prompt_field= and .completion_field=, or .messages_field="
+            f"and 'output', or {fields.chosen!r} and {fields.rejected!r}; {advice}"
         )

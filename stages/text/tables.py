@@ -149,6 +149,17 @@ def parquet_file(file: File, source: Any) -> pyarrow.parquet.ParquetFile:
     return parquet
 
 
+def columns(file: File) -> dict[str, Any]:
+    """A row of a file's columns with empty values of their kinds."""
+    with whole(file), opened(file) as source:
+        schema = parquet_file(file, source).schema_arrow
+    return {field.name: "" if _holds_text(field.type) else None for field in schema}
+
+
+def _holds_text(kind: pyarrow.DataType) -> bool:
+    return _binary(kind) != kind or pyarrow.types.is_dictionary(kind) or pyarrow.types.is_string_view(kind)
+
+
 def row_groups(file: File) -> list[int]:
     """Rows in each row group."""
     with whole(file), opened(file) as source:

@@ -312,6 +312,7 @@ PAIR = {"prompt": [user("q")], "chosen": [assistant("g")], "rejected": [assistan
             "rejected": {"from": "gpt", "value": "b"},
         },
         {"instruction": "q", "chosen": "g", "rejected": "b"},
+        {"question": "q", "chosen": "g", "rejected": "b"},
         {
             "input": {"messages": [user("q")]},
             "preferred_output": [assistant("g")],
