@@ -4,7 +4,6 @@ Only data comes in: safetensors weights, configuration, tokenizer. Pickled weigh
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,10 +13,10 @@ from typing import Any
 
 from stages.artifacts import Checkpoint
 from stages.contract import Context, Resolver, ResourcesUnavailable, StageConfig, StageError, location, stage
+from stages.storage import hub
 from stages.training.config import GOLDEN_PROMPTS
 
 REGISTRY = "models:/"
-COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 FILES = (
@@ -56,7 +55,7 @@ def sources(cfg: FetchConfig, resolver: Resolver) -> Mapping[str, str]:
     if cfg.source.startswith(REGISTRY):
         return {"model": resolver.model(cfg.source)}
     if _is_hub_id(cfg.source):
-        return {"commit": resolve_commit(cfg.source, cfg.revision)}
+        return {"commit": _commit(cfg.source, cfg.revision)}
     return {"model": resolver.path(_folder(cfg.source))}
 
 
@@ -69,7 +68,7 @@ def fetch(cfg: FetchConfig, ctx: Context) -> Checkpoint:
         uri, digest = ctx.registry.resolve(cfg.source)
         folder, facts = Checkpoint(uri=uri, digest=digest).local(), {"source": "registry", "digest": digest}
     elif _is_hub_id(cfg.source):
-        commit = resolve_commit(cfg.source, cfg.revision)
+        commit = _commit(cfg.source, cfg.revision)
         ctx.progress(0.0, f"fetching {cfg.source} at {commit[:10]}")
         folder, facts = _from_hub(cfg.source, commit), {"source": "hub", "repository": cfg.source, "commit": commit}
     else:
@@ -133,38 +132,21 @@ def require_plain(folder: Path) -> None:
         raise StageError(f"{folder}: tokenizer.json is missing; save the tokenizer in its fast form beside the weights")
 
 
-def resolve_commit(repository: str, revision: str) -> str:
-    """The 40-hex commit of a hub revision: itself, or what the local cache remembers, or what the hub says."""
-    if COMMIT.fullmatch(revision):
-        return revision
-    reference = _cache() / f"models--{repository.replace('/', '--')}" / "refs" / revision
-    if reference.is_file():
-        return reference.read_text("utf-8").strip()
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import huggingface_hub
-
-    try:
-        commit = huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=10).sha
-    except Exception as error:
-        raise ResourcesUnavailable(
-            f"{repository}@{revision}: not in the local cache {_cache()} and the hub does not answer "
-            f"({type(error).__name__}); give a folder, or the 40-hex commit of what the cache holds"
-        ) from error
-    if not commit or not COMMIT.fullmatch(commit):
-        raise StageError(f"{repository}@{revision}: the hub names no commit")
-    return commit
+def _commit(repository: str, revision: str) -> str:
+    return hub.resolve_commit(repository, revision, "model", repository, "a folder")
 
 
 def _from_hub(repository: str, commit: str) -> Path:
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import huggingface_hub
-
     # The cache answers first: a commit never changes, and planning has promised to work offline.
     for offline in (True, False):
         try:
             found = Path(
-                huggingface_hub.snapshot_download(
-                    repository, revision=commit, allow_patterns=[*FILES], local_files_only=offline, cache_dir=_cache()
+                hub.library().snapshot_download(
+                    repository,
+                    revision=commit,
+                    allow_patterns=[*FILES],
+                    local_files_only=offline,
+                    cache_dir=hub.cache(),
                 )
             )
             if not offline or any(found.glob("*.safetensors")):
@@ -172,7 +154,7 @@ def _from_hub(repository: str, commit: str) -> Path:
         except Exception as error:
             if not offline:
                 raise ResourcesUnavailable(
-                    f"{repository}@{commit[:10]}: not whole in the local cache {_cache()} and not to be had from the "
+                    f"{repository}@{commit[:10]}: not whole in the local cache {hub.cache()} and not to be had from the "
                     f"hub ({type(error).__name__})"
                 ) from error
     raise AssertionError("unreachable")
@@ -187,11 +169,6 @@ def _folder(source: str) -> Path:
     if not folder.is_dir():
         raise StageError(f"source={source}: no such folder, and neither models:/name@alias nor a hub id owner/name")
     return folder.resolve()
-
-
-def _cache() -> Path:
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -113,8 +113,7 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     resources = cfg.resources
     if not any(source.files for source in sources):
         resources = IngestResources(executor=Executor.inline)
-    parts = ctx.work / "parts"
-    shutil.rmtree(parts, ignore_errors=True)  # another attempt's
+    parts = ctx.output / "parts"  # no other attempt writes here
     parts.mkdir()
     reports = _read(cfg, sources, resources, parts, ctx)
     ingest_report.quarantine(reports, parts, ctx.output)

@@ -44,7 +44,8 @@ class Reading:
     max_row_bytes: int
 
 
-def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading) -> Iterator[Item]:
+def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading, *, head: bool = True) -> Iterator[Item]:
+    """`head`: they are a file's first ones."""
     loads = json.loads
     for number, line in lines:
         if line is None:
@@ -62,19 +63,19 @@ def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading) -> Iterator[
                 last = not line.endswith(b"\n") and error.pos >= len(error.doc) - 1
                 unended = not line.endswith(b"\n") and error.msg.startswith("Unterminated")
                 rule = "cut_off" if last or unended else "broken_json"
-                yield number, Fault(rule, detail=f"column {error.colno}" + _hint(number, line))
+                yield number, Fault(rule, detail=f"column {error.colno}" + _hint(head and number == 1, line))
             except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
                 yield number, Fault("broken_json")
             else:
                 if type(value) is dict:
                     yield number, value
                 else:
-                    yield number, Fault("not_an_object", detail=kind(value) + _hint(number, line))
+                    yield number, Fault("not_an_object", detail=kind(value) + _hint(head and number == 1, line))
 
 
-def _hint(number: int, line: bytes) -> str:
+def _hint(is_first: bool, line: bytes) -> str:
     """One JSON document under a name that promises one object a line is common."""
-    first = b"".join(line[:80].split()) if number == 1 else b""
+    first = b"".join(line[:80].split()) if is_first else b""
     return "; is it JSON, not JSON Lines? container=json" if first == b"{" or first[:1] == b"[" else ""
 
 

@@ -3,36 +3,21 @@ data set may bring.
 """
 
 import fnmatch
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from stages.contract import ResourcesUnavailable, StageError
+from stages.storage import hub
 from stages.text.files import Container, Found, chosen, listed
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-TIMEOUT_S = 10
+_SHARD = re.compile(r"(.*-)(\d{2,6})-of-(\d{2,6})(.*)")
 
 
 def resolve_commit(repository: str, revision: str) -> str:
-    """The 40-hex commit of a revision: itself, or what the local cache remembers, or what the hub says."""
-    if COMMIT.fullmatch(revision):
-        return revision
-    reference = _cache() / f"datasets--{repository.replace('/', '--')}" / "refs" / revision
-    if reference.is_file():
-        return reference.read_text("utf-8").strip()
-    api = _library().HfApi()
-    try:
-        commit = api.dataset_info(repository, revision=revision, timeout=TIMEOUT_S).sha
-    except Exception as error:
-        raise ResourcesUnavailable(
-            f"stages.ingest.source.hub={repository} at {revision}: not in the local cache {_cache()} and the hub does not "
-            f"answer ({type(error).__name__}); give its files as path, or the 40-hex commit of what the cache holds"
-        ) from error
-    if not commit or not COMMIT.fullmatch(commit):
-        raise StageError(f"stages.ingest.source.hub={repository} at {revision}: the hub names no commit")
-    return commit
+    """The commit that the data set is at."""
+    called = f"stages.ingest.source.hub={repository}"
+    return hub.resolve_commit(repository, revision, "dataset", called, "its files as path")
 
 
 def find(repository: str, commit: str, subset: str | None, split: str, container: Container) -> Found:
@@ -45,22 +30,10 @@ def find(repository: str, commit: str, subset: str | None, split: str, container
     if missing:
         raise ResourcesUnavailable(
             f"stages.ingest.source.hub={repository} at {commit[:10]}: {len(missing)} of {len(wanted)} files are not in the "
-            f"local cache {_cache()} and the hub does not answer (first: {missing[0]})"
+            f"local cache {hub.cache()} and the hub does not answer (first: {missing[0]})"
         )
     candidates = [listed(folder / name, folder) for name in wanted]
     return chosen(f"{repository} (hub)", candidates, container, single=False)
-
-
-def _library() -> Any:
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import huggingface_hub
-
-    return huggingface_hub
-
-
-def _cache() -> Path:
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 
 def _snapshot(repository: str, commit: str, patterns: list[str]) -> Path:
@@ -69,19 +42,19 @@ def _snapshot(repository: str, commit: str, patterns: list[str]) -> Path:
     for offline in (False, True):
         try:
             return Path(
-                _library().snapshot_download(
+                hub.library().snapshot_download(
                     repository,
                     repo_type="dataset",
                     revision=commit,
                     allow_patterns=escaped,
                     local_files_only=offline,
-                    cache_dir=_cache(),
+                    cache_dir=hub.cache(),
                 )
             )
         except Exception as error:
             if offline:
                 raise ResourcesUnavailable(
-                    f"stages.ingest.source.hub={repository} at {commit[:10]}: not in the local cache {_cache()} and not to "
+                    f"stages.ingest.source.hub={repository} at {commit[:10]}: not in the local cache {hub.cache()} and not to "
                     f"be had from the hub ({type(error).__name__})"
                 ) from error
     raise AssertionError("unreachable")
@@ -92,12 +65,29 @@ def glob_escaped(name: str) -> str:
 
 
 def _names(repository: str, commit: str, folder: Path) -> list[str]:
-    """All files of the commit; without the hub, those that the cache holds."""
+    """All files of the commit; without the hub, those that the cache holds or should hold."""
     try:
-        names: list[str] = _library().HfApi().list_repo_files(repository, revision=commit, repo_type="dataset")
+        names: list[str] = hub.library().HfApi().list_repo_files(repository, revision=commit, repo_type="dataset")
     except Exception:
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        names += _missing_shards(names)
     return sorted(names)
+
+
+def _missing_shards(names: list[str]) -> list[str]:
+    """Of files that say how many they are, those that are not there: a cache may hold a part of a data set."""
+    numbers: dict[tuple[str, str], set[str]] = {}
+    endings: dict[tuple[str, str], str] = {}
+    for name in names:
+        if found := _SHARD.fullmatch(name):
+            numbers.setdefault((found[1], found[3]), set()).add(found[2])
+            endings[found[1], found[3]] = Path(name).suffix
+    return [
+        f"{head}{number}-of-{total}{endings[head, total]}"
+        for (head, total), there in numbers.items()
+        for number in (f"{n:0{len(total)}d}" for n in range(int(total)))
+        if number not in there
+    ]
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:

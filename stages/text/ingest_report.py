@@ -34,7 +34,6 @@ def profile(number: int, source: Source, weight: float, reports: list[Facts]) ->
         "name": source.name,
         "weight": weight,
         "files": len(source.files),
-        "left_out": source.left_out,
         "format": source.format.value if source.files else "docstrings",
         "why": source.why,
         "rows": sum(report["rows"] for report in mine),

@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.compute
 
 from stages.text.chats import Texts
-from stages.text.containers import Repaired
+from stages.text.containers import Repaired, too_long
 from stages.text.faults import Fault
 from stages.text.files import Container, File
 from stages.text.formats import parts
@@ -112,7 +112,9 @@ def read(order: Order, sources: list[Source], output: Path) -> Iterator[pyarrow.
                 continue
             record, own_id, repaired = found
             if own_id is not None:
-                clashes.append((_hash(own_id), _hash("\0".join(record.values()[2:])), part, counts.rows))
+                clashes.append(
+                    (_hash(f"{source.name}\0{own_id}"), _hash("\0".join(record.values()[2:])), part, counts.rows)
+                )
             writer.write(*record.values())
             counts.rows += 1
             counts.repaired += repaired
@@ -148,6 +150,9 @@ def _found(order: Order, source: Source) -> Iterator[tuple[tuple[str, int], Faul
                 continue
             own_id = row.get(id_field) if id_field else None
             record = Record(f"{name}:{line:09d}", source.name, **fields)
+            if sum(map(len, record.values())) > reading.max_row_bytes:  # containers without lines do not tell
+                yield (name, line), too_long(reading)
+                continue
             repaired = texts.repaired or isinstance(row, Repaired)
             yield (name, line), (record, None if own_id is None else str(own_id), repaired)
 

@@ -84,7 +84,7 @@ def test_a_hub_model_comes_from_the_local_cache_at_its_commit(make_context, hub)
 
 
 def test_a_hub_model_that_is_nowhere_is_named(make_context, hub):
-    with pytest.raises(ResourcesUnavailable, match="owner/other@main: not in the local cache"):
+    with pytest.raises(ResourcesUnavailable, match="owner/other at main: not in the local cache"):
         fetch(FetchConfig(source="owner/other"), make_context("fetch"))
     with pytest.raises(ResourcesUnavailable, match=r"owner/tiny@ffffffffff: not whole in the local cache"):
         fetch(FetchConfig(source="owner/tiny", revision="f" * 40), make_context("fetch"))

@@ -128,7 +128,7 @@ def test_jsonl_with_text_keeps_every_string_as_it_is(make_context: MakeContext, 
     summary = rows.summary()
     assert summary.items() >= {"kind": "text", "repaired": 0, "id_clashes": 0, "reasons": {}, **numbers}.items()
     assert summary["waterfall"] == [{"step": "in", "rows": 8}, {"step": "out", "rows": 8}]
-    about = {"name": "my.jsonl", "weight": 1.0, "files": 1, "left_out": 0, "format": "text", "reasons": {}}
+    about = {"name": "my.jsonl", "weight": 1.0, "files": 1, "format": "text", "reasons": {}}
     why = {"why": "field text in 8 of the first 8 rows", "kinds": {"text": 8}}
     assert summary["sources"] == [about | why | numbers]
 

@@ -1,5 +1,6 @@
 """Every container that people's rows come in, whole, broken, cut off and enormous; on any executor and in any number of parts."""
 
+import dataclasses
 import gzip
 import json
 import random
@@ -277,9 +278,11 @@ def test_text_beside_files_of_rows_stays_out_and_this_is_said(make_context: Make
     (root / "README.md").write_text("about")
     (root / "x.jsonl").write_bytes(jsonl({"text": "a"}))
     (root / "picture.png").write_bytes(b"x")
-    rows = take(make_context, root)
+    said: list[str] = []
+    ctx = dataclasses.replace(make_context(), headline=said.append)
+    rows = ingest(config(root, 1), ctx)
     assert [row["id"] for row in read(rows)] == ["x.jsonl:000000001"]
-    assert rows.summary()["sources"][0]["left_out"] == 2
+    assert "2 files left out" in said[0]
 
 
 def test_a_file_whose_name_says_nothing_is_read_when_told_how(make_context: MakeContext, tmp_path: Path) -> None:
