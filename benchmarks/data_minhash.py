@@ -22,7 +22,12 @@ MEGABYTES, IN_MEMORY = 50, 12
 """MB of text from files to files, and in memory."""
 PAIRS_OF_EACH, QUICK_PAIRS = 1_500, 300
 CLOSE = 0.05
-TOOLS = ("ours", "datasketch", "datatrove")
+RECALL = {
+    "ours": "minhash_recall_ours",
+    "datasketch": "minhash_recall_datasketch",
+    "datatrove": "minhash_recall_datatrove",
+}
+"""Tool -> name of its result."""
 TIMEOUT_S = 600.0
 
 
@@ -48,7 +53,7 @@ def run(bench: Bench) -> list[Result]:
         ours = machine.clean_environment()
         recall = {
             tool: measured_recall(measure, tool, pairs_file, found, command(bench, directory, tool, "recall"))
-            for tool in TOOLS
+            for tool in RECALL
         }
         rounds = bench.pairs(6)
         theirs = command(bench, directory, "datatrove", "files")
@@ -96,7 +101,7 @@ def run(bench: Bench) -> list[Result]:
         ),
         *(
             bench.value(
-                f"minhash_recall_{tool}",
+                RECALL[tool],
                 f"How far from the S-curve is the share of pairs of known similarity that {tool} finds?",
                 unit="of recall, at most",
                 values=[max(abs(share - probability(s)) for s, share in zip(similar, shares, strict=True))],

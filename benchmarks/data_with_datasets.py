@@ -87,7 +87,8 @@ def main() -> None:
             first[place] = True
     stays = table.column("stays").to_numpy() & first
     validation = table.column("validation").to_numpy()
-    kept = tokens = used = 0
+    kept = tokens = 0
+    used = 0.0
     for split, mine in (("train", stays & ~validation), ("validation", stays & validation)):
         part = judged.select(np.flatnonzero(mine)).select_columns(["text"])
         ids = part.map(

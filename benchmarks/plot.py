@@ -4,6 +4,7 @@ test can hold the picture in the documents against the result, as it holds the n
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import number
 
@@ -54,19 +55,40 @@ def curve(points: dict[float, float], *, title: str, x: str, y: str) -> str:
 
 def lookup(results: Path) -> str | None:
     """The picture of bench `lookup`; None without a valid result."""
-    path = results / "lookup_growth.json"
-    if not path.exists():
+    details = _details(results, "lookup_growth")
+    if details is None:
         return None
-    result = json.loads(path.read_text("utf-8"))
-    if result["quick"] or result["verdict"] == "INVALID":
-        return None
-    details = result["details"]
     return curve(
         {float(size): seconds for size, seconds in details["seconds_by_results"].items()},
         title=f"Fingerprints and lookup of {details['points']} composed points",
         x="results in the store",
         y="seconds",
     )
+
+
+def data_scale(results: Path) -> str | None:
+    """The picture of bench `data_scale`; None without a valid result."""
+    details = _details(results, "data_scale_growth")
+    if details is None:
+        return None
+    return curve(
+        {float(size): seconds for size, seconds in details["seconds_by_mb"].items()},
+        title="Ingest, clean and tokenize of generated text",
+        x="MB of text",
+        y="seconds",
+    )
+
+
+PICTURES = {"lookup.svg": lookup, "data-scale.svg": data_scale}
+"""File in docs -> how it is drawn."""
+
+
+def _details(results: Path, name: str) -> dict[str, Any] | None:
+    path = results / f"{name}.json"
+    if not path.exists():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return None if result["quick"] or result["verdict"] == "INVALID" else result["details"]
 
 
 class _Axis:

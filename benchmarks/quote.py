@@ -4,7 +4,7 @@
 
 in README.md and docs/*.md from `benchmarks/results/NAME.json`. FIELD is `summary` (number, interval, verdict in one line)
 or a field of the result, dotted for nested ones (`details.difference_s`). Without a valid result the text says so.
-The picture docs/lookup.svg is drawn anew as well (`benchmarks/plot.py`).
+The pictures docs/*.svg are drawn anew as well (`benchmarks/plot.py`).
 """
 
 import json
@@ -18,7 +18,7 @@ from benchmarks.harness import number, summary
 from benchmarks.machine import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "lookup.svg"
+PICTURES = ROOT / "docs"
 MISSING = "not measured here yet"
 MARK = re.compile(r"(<!-- bench:(?P<name>\w+):(?P<field>[\w.]+) -->)(?P<value>.*?)(<!-- /bench -->)", re.DOTALL)
 
@@ -57,8 +57,9 @@ def main() -> int:
         if after != before:
             path.write_text(after, "utf-8")
             print(f"rewritten: {path.relative_to(ROOT)}")
-    if (drawn := plot.lookup(RESULTS)) is not None:
-        PICTURE.write_text(drawn, "utf-8")
+    for name, draw in plot.PICTURES.items():
+        if (drawn := draw(RESULTS)) is not None:
+            (PICTURES / name).write_text(drawn, "utf-8")
     return 0
 
 

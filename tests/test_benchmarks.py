@@ -337,9 +337,58 @@ def test_a_curve_passes_through_its_points_on_logarithmic_axes() -> None:
     assert ends[-1][1] == pytest.approx(y0 - 2 * decade, abs=0.5)  # linear: two decades up over two decades
 
 
-def test_the_picture_in_the_documents_is_drawn_from_the_committed_result() -> None:
-    drawn = plot.lookup(quote.RESULTS)
+@pytest.mark.parametrize("name", plot.PICTURES)
+def test_the_pictures_in_the_documents_are_drawn_from_the_committed_results(name: str) -> None:
+    drawn, picture = plot.PICTURES[name](quote.RESULTS), quote.PICTURES / name
     if drawn is None:
-        assert not quote.PICTURE.exists(), "no valid result, so no picture"
+        assert not picture.exists(), "no valid result, so no picture"
     else:
-        assert quote.PICTURE.read_text("utf-8") == drawn, "run python -m benchmarks.quote"
+        assert picture.read_text("utf-8") == drawn, "run python -m benchmarks.quote"
+
+
+# The data path against its alternatives
+
+
+def test_pairs_of_texts_have_the_similarity_that_they_are_said_to_have(tmp_path: Path) -> None:
+    from benchmarks import minhash_pairs
+
+    reached = minhash_pairs.write_pairs(tmp_path / "pairs.jsonl", 2)
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len(pairs) == 2 * len(minhash_pairs.SIMILARITIES)
+    for place, pair in enumerate(pairs):
+        a, b = (
+            {tuple(words[at : at + 5]) for at in range(len(words) - 4)}
+            for words in (pair["a"].split(), pair["b"].split())
+        )
+        assert (
+            len(a & b) / len(a | b)
+            == pytest.approx(reached[place // 2])
+            == pytest.approx(pair["similarity"], abs=0.005)
+        )
+    lines = [json.dumps({"similarity": s}) for s in (0.5, 0.5, 0.9)]
+    assert minhash_pairs.shares(lines, [True, False, True]) == [0.5, 1.0]
+    assert minhash_pairs.probability(0.8) == pytest.approx(0.924, abs=0.001)
+
+
+@pytest.mark.parametrize("make", [pytest.param("real", marks=pytest.mark.slow), "generated"])
+def test_a_corpus_is_the_same_rows_each_time_and_as_large_as_asked_for(make: str, tmp_path: Path) -> None:
+    from benchmarks import data_corpus
+
+    made = [getattr(data_corpus, make)(tmp_path / place, 0.05) for place in ("one", "other")]
+    files = sorted((tmp_path / "one").iterdir())
+    assert [path.read_bytes() for path in files] == [(tmp_path / "other" / path.name).read_bytes() for path in files]
+    texts = [json.loads(line)["text"] for path in files for line in path.open()]
+    assert made[0] == made[1] == {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+    assert 50_000 <= made[0]["bytes"] < 100_000
+
+
+def test_arms_of_a_round_take_turns_and_are_compared_within_it() -> None:
+    from benchmarks import data_end_to_end
+
+    assert data_end_to_end.order(1) == data_end_to_end.order(0)[::-1]
+    a, b = (
+        [{"documents": 10, "seconds": s, "kept": k} for s, k in runs] for runs in ([(1, 3), (2, 3)], [(5, 3), (1, 4)])
+    )
+    assert data_end_to_end.paired(a, b) == [Pair("AB", 10, 2), Pair("BA", 5, 10)]
+    assert data_end_to_end.same({"a": a, "b": a}, "kept").holds
+    assert not data_end_to_end.same({"a": a, "b": b}, "kept").holds
