@@ -1,5 +1,8 @@
-"""What to do about rows in which no format is recognised. Apart from recognising: this guesses, so it only ever advises."""
+"""What to do about lines that are no rows, and rows in which no format is recognised. Apart from reading and recognising: this
+guesses, so it only ever advises."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,3 +64,29 @@ def _has_messages(value: Any, name: str) -> bool:
         return False
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and any(keys <= set(first) for keys in ({"role", "content"}, {"from", "value"}))
+
+
+def looks_otherwise(line: bytes, error: json.JSONDecodeError) -> str:
+    """What else is often taken for a line of JSON, by its looks."""
+    said, written = error.doc, line.strip()
+    if written.startswith(b"<"):
+        return "; is it a page of HTML?"
+    if b"\r" in written and error.msg == "Extra data":
+        return "; the lines end in \\r alone: write \\n"
+    if error.msg == "Extra data":
+        return "; a comma ends the line" if said[error.pos :].strip() == "," else "; more than one value in a line"
+    if re.match(rb"\{\s*'", written) or re.match(r"None|True|False", said[error.pos :]):
+        return "; is it Python's way to write it? use json.dumps"
+    return ""
+
+
+def listed_messages(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "from"} & value[0].keys():
+        return ' of messages; want {"messages": [...]}'
+    return ""
+
+
+def looks_like_json(is_first: bool, line: bytes) -> str:
+    """One JSON document under a name that promises one object a line is common."""
+    first = b"".join(line[:80].split()) if is_first else b""
+    return "; is it JSON, not JSON Lines? container=json" if first == b"{" or first[:1] == b"[" else ""

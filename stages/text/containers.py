@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from stages.contract import StageError
+from stages.text.advice import listed_messages, looks_like_json, looks_otherwise
 from stages.text.faults import Fault, kind, shown
 from stages.text.files import File, TextUnit
 from stages.text.formats import Fields, recognise
-from stages.text.lines import Line, numbered, stream, whole
+from stages.text.lines import Line, numbered, refuse_other, stream, whole
 
 Row = dict[str, Any]
 
@@ -63,20 +64,28 @@ def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading, *, head: boo
                 last = not line.endswith(b"\n") and error.pos >= len(error.doc) - 1
                 unended = not line.endswith(b"\n") and error.msg.startswith("Unterminated")
                 rule = "cut_off" if last or unended else "broken_json"
-                yield number, Fault(rule, detail=f"column {error.colno}" + _hint(head and number == 1, line))
+                yield (
+                    number,
+                    Fault(
+                        rule,
+                        detail=f"column {error.colno}"
+                        + (looks_like_json(head and number == 1, line) or looks_otherwise(line, error)),
+                    ),
+                )
             except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
                 yield number, Fault("broken_json")
             else:
                 if type(value) is dict:
                     yield number, value
                 else:
-                    yield number, Fault("not_an_object", detail=kind(value) + _hint(head and number == 1, line))
-
-
-def _hint(is_first: bool, line: bytes) -> str:
-    """One JSON document under a name that promises one object a line is common."""
-    first = b"".join(line[:80].split()) if is_first else b""
-    return "; is it JSON, not JSON Lines? container=json" if first == b"{" or first[:1] == b"[" else ""
+                    yield (
+                        number,
+                        Fault(
+                            "not_an_object",
+                            detail=kind(value)
+                            + (listed_messages(value) or looks_like_json(head and number == 1, line)),
+                        ),
+                    )
 
 
 def too_long(reading: Reading) -> Fault:
@@ -90,11 +99,10 @@ def json_values(file: File, reading: Reading) -> Iterator[Item]:
         head = text.head()
         if head[:1] == "{" and not (match := DATA.match(head)):
             first, newline, after = text.first_line().partition("\n")
-            if newline and after.strip() and _complete(first):
-                text = _Text(file, source, reading)  # to be read again, by line
-            else:
-                yield 1, text.only_object()
+            if not (newline and after.strip() and _complete(first)):
+                yield from text.objects()
                 return
+            text = _Text(file, source, reading)  # to be read again, by line
         elif head[:1] == "{":
             text.drop(match.end())  # type: ignore[union-attr]
             yield from text.items()
@@ -105,7 +113,11 @@ def json_values(file: File, reading: Reading) -> Iterator[Item]:
         elif not head:
             return
         else:
-            raise StageError(f"{file.name}: begins with neither [ nor {{, so it is no JSON; want an array of objects")
+            refuse_other(file, head[:32].encode("utf-8", "replace"))
+            comment = "; JSON has no comments: take them out" if head[:1] in "/#" else ""
+            raise StageError(
+                f"{file.name}: begins with neither [ nor {{, so it is no JSON; want an array of objects{comment}"
+            )
     yield from json_lines(numbered(file, reading.max_row_bytes), reading)
 
 
@@ -181,6 +193,8 @@ class _Text:
                 if self.ended or not unterminated:
                     cut = self.ended and ("Unterminated" in str(error) or at >= len(self.buffer.rstrip()))
                     what = "is cut off" if cut else f"is broken JSON (character {at - self.at + 1} of it)"
+                    if self.buffer[self.at : self.at + 1] == "]":
+                        what = "is missing: a comma stands before the end of the array"
                     raise StageError(
                         f"{self.file.name}: item {number} {what}; mend it, or write one object a line (.jsonl), where a bad "
                         "one costs only itself"
@@ -216,16 +230,27 @@ class _Text:
             value = Repaired(value) if isinstance(value, dict) else value
         return value if isinstance(value, dict) else Fault("not_an_object", detail=kind(value))
 
-    def only_object(self) -> Row | Fault:
-        value = self.value(1)
-        if self.peek():
-            raise StageError(
-                f"{self.file.name}: holds several JSON objects that are neither an array nor one a line; write it as .jsonl"
-            )
+    def objects(self) -> Iterator[Item]:
+        """One object, or several one behind the other, as jq writes them; an object's place counts as its line."""
+        number, first = 1, self.value(1)
+        if not self.peek():
+            yield 1, self._only(first)
+            return
+        yield 1, first
+        while self.peek():
+            number += 1
+            yield number, self.value(number)
+
+    def _only(self, value: Row | Fault) -> Row | Fault:
         if isinstance(value, Fault):
             return value
         if recognise(value, self.reading.fields) is None or _by_column(value):
             how = "; pandas writes rows with to_json(path, orient='records', lines=True)" if _by_column(value) else ""
+            inside = [
+                name for name, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+            ]
+            if inside:
+                how = f"; are the rows in {shown(inside)}? jq -c '.{shown(inside[:1])}[]' writes them one a line"
             raise StageError(
                 f"{self.file.name}: is one object with the keys {shown(value)}; want an array of rows, or "
                 f'{{"data": [rows]}}{how}'

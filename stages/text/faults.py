@@ -27,7 +27,7 @@ RULES = {
     "no_assistant_turn": "no assistant message says or calls anything, so there is nothing to learn",
     "null_content": "a message without content and without a tool call",
     "unsupported_content_part": "a part of a message that is not text (an image, audio, a file, a tool call in another program's form)",
-    "unsupported_weight": "a message that asks for no loss (weight 0, train false): take it out; stages.tokenize.loss_on=last learns the last alone",
+    "unsupported_weight": "a message that is not to be learned (weight 0, train false); stages.tokenize.loss_on=last learns one",
     "labelled_false": "a completion that is labelled false (unpaired preferences): it is not to be learned",
     "attachment": "a chat about an image, a recording or a file whose content is not in it",
     "orphan_tool_call_id": "a tool's answer to a call that was not made before",

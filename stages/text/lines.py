@@ -25,6 +25,8 @@ OTHER = {
     b"BZh": "bzip2 data; compress it again as .gz or .zst",
     b"\xfd7zXZ": "xz data; compress it again as .gz or .zst",
     b"%PDF": "a PDF; extract its text",
+    b"version https://git-lfs": "a pointer of Git LFS and not the file itself; run git lfs pull",
+    b"ARROW1": "an Arrow file; write it again as Parquet",
 }
 Line = bytes | None
 """None: a line that is longer than allowed; its bytes were skipped."""
@@ -107,12 +109,17 @@ def _skip_line(source: IO[bytes], end: int | None = None) -> int:
     return skipped
 
 
-def _without_mark(file: File, source: IO[bytes]) -> IO[bytes]:
-    """A UTF-8 byte-order mark is dropped; UTF-16 and what is no text at all is refused."""
-    head: bytes = source.peek(16)  # type: ignore[attr-defined]  # BufferedReader and GzipFile both have it
+def refuse_other(file: File, head: bytes) -> None:
+    """For what begins as some other kind of file does."""
     for magic, what in OTHER.items():
         if head.startswith(magic):
             raise StageError(f"{file.name}: is {what}")
+
+
+def _without_mark(file: File, source: IO[bytes]) -> IO[bytes]:
+    """A UTF-8 byte-order mark is dropped; UTF-16 and what is no text at all is refused."""
+    head: bytes = source.peek(32)  # type: ignore[attr-defined]  # BufferedReader and GzipFile both have it
+    refuse_other(file, head)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:4]:
         raise StageError(f"{file.name}: is UTF-16 or UTF-32, wanted UTF-8; save it as UTF-8")
     if head.startswith(MARK):

@@ -16,7 +16,7 @@ from stages.text.containers import Item, Reading, Repaired, too_long
 from stages.text.faults import Fault, shown
 from stages.text.files import Container, File, opened
 from stages.text.formats import by_names
-from stages.text.lines import Line, numbered, whole
+from stages.text.lines import Line, numbered, refuse_other, whole
 
 DELIMITERS = {",": ",", ";": ";", "\t": "\\t", "|": "|"}
 """As they are written on a command line."""
@@ -40,10 +40,10 @@ def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
             return
         except csv.Error as error:
             if header is None:
-                raise StageError(f"{file.name}:1: the header is broken CSV ({error}); mend it") from None
+                raise _broken_header(file, lines.line, delimiter, str(error), reading) from None
             yield start, _fault(file, start, lines, str(error), reading)
             continue
-        if not values:
+        if not any(values):  # also what a sheet writes for a row without anything in it
             continue
         if header is None:
             header = _header(file, values, delimiter, reading)
@@ -57,7 +57,7 @@ class _Lines:
     """Lines as text for `csv`, which reads a row's further lines by itself."""
 
     def __init__(self, lines: Iterator[tuple[int, Line]]) -> None:
-        self.lines, self.number = lines, 0
+        self.lines, self.number, self.line = lines, 0, ""
 
     def __iter__(self) -> "_Lines":
         return self
@@ -66,7 +66,29 @@ class _Lines:
         self.number, line = next(self.lines)
         if line is None:
             raise csv.Error("field larger than field limit")
-        return line.decode("utf-8", "surrogateescape")
+        self.line = line.decode("utf-8", "surrogateescape")
+        return self.line
+
+
+def _broken_header(file: File, line: str, delimiter: str, said: str, reading: Reading) -> StageError:
+    """Why `csv` cannot read the first line: another sign between quoted names, another line end, or something else."""
+    if "new-line" in said and "\r" in line.rstrip("\r\n"):
+        return StageError(f"{file.name}:1: the lines end in \\r alone; write it again with \\n")
+    for other, written in DELIMITERS.items():
+        try:
+            names = next(csv.reader([line], delimiter=other, strict=True))
+        except (csv.Error, StopIteration):
+            continue
+        if other != delimiter and by_names(names, reading.fields):
+            return _parted(file, line.strip(), names, written)
+    return StageError(f"{file.name}:1: the header is broken CSV ({said}); mend it")
+
+
+def _parted(file: File, found: str, names: list[str], written: str) -> StageError:
+    return StageError(
+        f"{file.name}:1: found 1 column `{found}`, expected {','.join(names)}; the values are parted by "
+        f"another sign: stages.ingest.source.delimiter='{written}'"
+    )
 
 
 def _fault(file: File, start: int, lines: _Lines, said: str, reading: Reading) -> Fault:
@@ -97,7 +119,8 @@ def _decoded(header: list[str], values: list[str], reading: Reading) -> dict[str
 
 
 def _header(file: File, names: list[str], delimiter: str, reading: Reading) -> list[str]:
-    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    names = [name.strip() for name in names]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1 and name]
     if twice:
         raise StageError(f"{file.name}:1: the column {shown(twice)} stands twice in the header; rename one")
     if names[0].startswith("sep="):
@@ -108,10 +131,7 @@ def _header(file: File, names: list[str], delimiter: str, reading: Reading) -> l
         for other, written in DELIMITERS.items():
             split = names[0].split(other) if len(names) == 1 else []
             if len(split) > 1 and other != delimiter and by_names(split, reading.fields):
-                raise StageError(
-                    f"{file.name}:1: found 1 column `{names[0]}`, expected {','.join(split)}; the values are parted by "
-                    f"another sign: stages.ingest.source.delimiter='{written}'"
-                )
+                raise _parted(file, names[0], split, written)
     return names
 
 
@@ -141,6 +161,10 @@ def parquet_file(file: File, source: Any) -> pyarrow.parquet.ParquetFile:
     except BucketError:
         raise
     except Exception as error:  # whatever broken bytes make the library raise
+        with opened(file) as again:
+            head = again.read(32)
+        if not head.startswith(b"PAR1"):
+            refuse_other(file, head)
         raise _not_whole(file, error) from None
     names = parquet.schema_arrow.names
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]

@@ -146,7 +146,8 @@ def test_prompt_and_completion_are_found_by_their_names_or_by_the_names_given(
     found = take(make_context, named, prompt_field="question", completion_field="answer")
     assert [(r["prompt"], r["text"]) for r in read(found)] == [("a", "b")]
     with pytest.raises(
-        StageError, match=r"named.jsonl:1: found the fields answer, question; wanted 'text', or 'prompt' and"
+        StageError,
+        match=r"named.jsonl:1: found the fields answer \(text\), question \(text\); wanted 'text', or 'prompt' and",
     ):
         take(make_context, named)
 

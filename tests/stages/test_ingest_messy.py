@@ -1,6 +1,7 @@
 """Other people's exports as they are: read rightly, or told in one message what is wrong where and what to do about it."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from stages.contract import Context, StageError
+from stages.text.files import Container
 from stages.text.formats import Format
 from tests.stages.test_ingest import read, take
 from tests.stages.test_ingest_files import jsonl, texts
@@ -149,3 +151,74 @@ def test_columns_of_parquet_that_no_format_asks_for_are_named(make_context: Make
         and "perhaps stages.ingest.source.text_field=Text" in message
     )
     assert texts(make_context, path, text_field="Text") == ["a"]
+
+
+# Containers
+
+
+def test_objects_one_behind_the_other_are_rows_of_a_json_file(make_context: MakeContext, tmp_path: Path) -> None:
+    rows = [{"text": f"{i} }}{{"} for i in range(3)]
+    path = tmp_path / "x.json"
+    for content in ("\n".join(json.dumps(row, indent=2) for row in rows), "".join(map(json.dumps, rows)) + "\n"):
+        path.write_text(content)
+        assert texts(make_context, path) == [row["text"] for row in rows]
+    path.write_text("\n".join(json.dumps({"text": "x" * 2_000_000, "n": n}, indent=1) for n in range(3)))
+    assert [row["id"][-1] for row in read(take(make_context, path))] == ["1", "2", "3"]
+    lines = tmp_path / "x.jsonl"
+    lines.write_text("\n".join(json.dumps(row, indent=2) for row in rows))
+    assert "is it JSON, not JSON Lines? container=json" in refusal(make_context, lines)
+    assert texts(make_context, lines, container=Container.json) == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"},\n{"text": "b"},\n', "(column 14; a comma ends the line)"),
+        ('{"text": "a"}{"text": "b"}\n', "(column 14; more than one value in a line)"),
+        ('{"text": "a"}\r{"text": "b"}\r', r"the lines end in \r alone: write \n"),
+        ("{'text': 'a'}\n", "is it Python's way to write it? use json.dumps"),
+        ('{"text": None}\n', "is it Python's way to write it? use json.dumps"),
+        ("<!DOCTYPE html><html>secret</html>", "is it a page of HTML?"),
+        ('[{"role": "user", "content": "secret"}]\n', '(list of messages; want {"messages": [...]})'),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "is a pointer of Git LFS"),
+    ],
+)
+def test_what_is_no_line_of_json_is_told_by_its_looks(
+    make_context: MakeContext, tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "x.jsonl").write_text(content, newline="")
+    said = refusal(make_context, tmp_path / "x.jsonl")
+    assert message in said and "secret" not in said, said
+
+
+def test_a_pointer_of_git_lfs_is_no_broken_file(make_context: MakeContext, tmp_path: Path) -> None:
+    for name in ("x.parquet", "x.json", "x.csv"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        assert f"{name}: is a pointer of Git LFS and not the file itself" in refusal(make_context, tmp_path / name)
+
+
+def test_sheets_leave_rows_and_columns_without_anything_in_them(make_context: MakeContext, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("prompt, completion,,\na, b,,\n,,,\nc,NA,,\n")
+    rows = read(take(make_context, path))
+    assert [(row["prompt"], row["text"], row["id"][-1]) for row in rows] == [("a", " b", "2"), ("c", "NA", "4")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'\xef\xbb\xbf"prompt";"completion"\r\n"a";"b"\r\n', "expected prompt,completion;.*delimiter=';'"),
+        (b"prompt,completion\ra,b\r", r"x.csv:1: the lines end in \\r alone"),
+        (b'prompt,completion\n"say \\"hi\\"",b\n', "x.csv:2\n.*is written twice"),
+        (b"hi,there\nhow,are\n", r"hi \(text\), there \(text\) \(names from line 1\)"),
+        (
+            "prompt,completion\nGr\u00f6\u00dfe,b\n".encode("cp1252"),
+            r"x.csv:2 \(prompt character 3\)\n.*Excel: CSV UTF-8",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_sheet_is_told_with_the_way_out(
+    make_context: MakeContext, tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "x.csv").write_bytes(content)
+    assert re.search(message, refusal(make_context, tmp_path / "x.csv"))
