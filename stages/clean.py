@@ -110,11 +110,13 @@ class CleanConfig(StageConfig):
 
 
 def _sources(cfg: CleanConfig, resolver: Resolver) -> Mapping[str, str]:
-    """Content of the evaluation sets: moving or renaming their files re-runs nothing."""
+    """Content of the evaluation sets, and as what it is read: moving their files re-runs nothing."""
     from stages.text.files import find
 
     return {
-        f"decontamination.{task}.{number}": file.identity if file.key else resolver.path(Path(file.where))
+        f"decontamination.{task}.{number}.{file.container.value}": (
+            file.identity if file.key else resolver.path(Path(file.where))
+        )
         for task, path in (cfg.decontamination.tasks.items() if cfg.decontamination else ())
         for number, file in enumerate(find(path).files)
     }

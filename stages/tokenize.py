@@ -134,8 +134,7 @@ def tokenize(cfg: TokenizeConfig, ctx: Context, corpus: Corpus, base: Checkpoint
 
     if cfg.resources.inline():
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # no other process is at work
-    parts = ctx.work / "parts"
-    shutil.rmtree(parts, ignore_errors=True)  # another attempt's
+    parts = ctx.output / "parts"  # no other attempt writes here
     for name in ("chunks", LEFT, *SPLITS):
         (parts / name).mkdir(parents=True)
     tally = Tally(_tokenise(Table.of(shards(corpus.local())), settings, cfg.resources, ctx, parts))

@@ -65,7 +65,7 @@ def pooled(orders: Sequence[Order], make: Callable[..., Work], pool: Pool, **sha
         return
     import ray.data
 
-    from stages.storage.node import here
+    from stages.storage.node import selector
 
     with _quiet(), _plain_errors():
         dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders)).map_batches(
@@ -77,10 +77,10 @@ def pooled(orders: Sequence[Order], make: Callable[..., Work], pool: Pool, **sha
             batch_size=1,
             batch_format="pyarrow",
             zero_copy_batch=True,
-            # Ray Data would start an actor again for ever on a row that kills it.
+            # Ray Data would start an actor again for ever on a row that kills it. Ray 2.60 warns that 2.64 takes them away.
             max_restarts=ACTOR_RESTARTS,
             max_task_retries=ACTOR_RESTARTS,
-            scheduling_strategy=here(),
+            label_selector=selector(),
         )
         yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)
 
@@ -127,7 +127,7 @@ def ranges(total: int, parts: int) -> list[Order]:
 def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str, Any]) -> "ray.data.Dataset":
     import ray.data
 
-    from stages.storage.node import here
+    from stages.storage.node import selector
 
     dataset = ray.data.from_items(list(orders), override_num_blocks=min(blocks, len(orders)))
     return dataset.map_batches(
@@ -136,7 +136,7 @@ def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str,
         batch_format="pyarrow",
         zero_copy_batch=True,
         fn_kwargs={"work": work, "shared": shared},
-        scheduling_strategy=here(),
+        label_selector=selector(),
     )
 
 

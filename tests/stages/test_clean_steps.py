@@ -169,7 +169,10 @@ def test_evaluation_sets_are_known_by_their_content_and_one_that_says_nothing_is
         (tmp_path / place / f"{place}.jsonl").write_text('{"text": "a"}\n')
         config = CleanConfig(decontamination=Decontamination(tasks={"t": str(tmp_path / place / f"{place}.jsonl")}))
         found.append(sources(config, Digests()))  # type: ignore[arg-type]
-    assert found[0] == found[1] == {"decontamination.t.0": 'digest of {"text": "a"}\n'}
+    assert found[0] == found[1] == {"decontamination.t.0.jsonl": 'digest of {"text": "a"}\n'}
+    (tmp_path / "two" / "two.jsonl").rename(tmp_path / "two" / "two.txt")  # another name's end: read as something else
+    config = CleanConfig(decontamination=Decontamination(tasks={"t": str(tmp_path / "two" / "two.txt")}))
+    assert sources(config, Digests()) != found[0]  # type: ignore[arg-type]
     assert sources(CleanConfig(), Digests()) == {}  # type: ignore[arg-type]
     rows = rows_of(tmp_path / "in", texts(["a"]))
     for content, message in (

@@ -382,3 +382,19 @@ def test_values_that_do_not_fit_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             settings(**values)
+
+
+def test_two_attempts_in_one_work_directory_leave_each_other_alone(make_context: MakeContext, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "in", small_chats())
+
+    def files(context: Context) -> dict[str, bytes]:
+        made = tokenize(settings(), context, corpus).local()
+        return {f.relative_to(made).as_posix(): f.read_bytes() for f in made.rglob("*") if f.is_file()}
+
+    def meanwhile(fraction: float, text: str) -> None:
+        if text == "1 of 1 windows tokenised":
+            others.append(files(make_context(fingerprint="f" * 64)))
+
+    expected, others = files(make_context()), []
+    context = replace(make_context(fingerprint="f" * 64), progress=meanwhile)
+    assert files(context) == expected and others == [expected] and not list(context.work.iterdir())
