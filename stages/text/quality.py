@@ -121,14 +121,22 @@ def _gopher(cfg: Gopher, text: str, words: list[str]) -> str | None:
     symbols = cfg.max_symbols_per_word * counted
     if text.count("#") > symbols:
         return "gopher_hashes"
-    if text.count("...") + text.count("…") > symbols:
+    ellipses = text.count("...") + text.count("…")
+    if ellipses > symbols:
         return "gopher_ellipses"
     lines = text.splitlines()
-    if sum(line.lstrip().startswith(("•", "-")) for line in lines) / len(lines) > cfg.max_bullet_lines:
-        return "gopher_bullet_lines"
-    if sum(line.rstrip().endswith(("...", "…")) for line in lines) / len(lines) > cfg.max_ellipsis_lines:
-        return "gopher_ellipsis_lines"
-    letters = sum(n for word, n in spoken.items() if word.isalpha() or _LETTER.search(word) is not None)
+    # Lines are looked at only where the text has marks enough to break the rule.
+    if (text.count("-") + text.count("•")) / len(lines) > cfg.max_bullet_lines:
+        bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
+        if bullets / len(lines) > cfg.max_bullet_lines:
+            return "gopher_bullet_lines"
+    if ellipses / len(lines) > cfg.max_ellipsis_lines:
+        ends = sum(line.rstrip().endswith(("...", "…")) for line in lines)
+        if ends / len(lines) > cfg.max_ellipsis_lines:
+            return "gopher_ellipsis_lines"
+    letters = sum(n for word, n in spoken.items() if word.isalpha())
+    if letters / counted < cfg.min_alphabetic_words:
+        letters += sum(n for word, n in spoken.items() if not word.isalpha() and _LETTER.search(word) is not None)
     if letters / counted < cfg.min_alphabetic_words:
         return "gopher_few_letters"
     if cfg.min_stop_words and len(times.keys() & set(cfg.stop_words)) < cfg.min_stop_words:
