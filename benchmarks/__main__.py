@@ -27,7 +27,7 @@ BENCHES = {
     "actor_call": 180,
     "serve_overhead": 240,
     "clean_memory": 600,
-    "data_minhash": 900,
+    "data_minhash": 1800,
     "data_end_to_end": 3600,
     "data_scale": 5400,
     "train_launcher": 1200,
