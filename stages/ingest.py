@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Rows
 from stages.contract import Context, Executor, Resolver, StageConfig, StageError, TaskResources, stage
-from stages.text.files import Found, find
+from stages.text.files import Container, Found, find
 from stages.text.formats import EncodingErrors
 from stages.text.source_config import SourceConfig
 
@@ -153,6 +153,8 @@ def _source(cfg: IngestConfig, name: str, prefix: str, source: SourceConfig) -> 
     replace = source.encoding_errors is EncodingErrors.replace
     reading = Reading(source.fields(), source.text_unit, source.delimiter, replace, cfg.max_row_bytes)
     made = Source(name, prefix, found.files, reading, source.format, source.id_field, left_out=found.left_out)
+    if source.container is Container.auto:
+        made.refuse_disguised()
     return made.decided() if found.files else made
 
 

@@ -10,8 +10,9 @@ from stages.text.chats import Texts
 from stages.text.containers import Item, Reading
 from stages.text.decontaminate import Index
 from stages.text.faults import RULES, Fault
-from stages.text.files import Container, File, TextUnit, find, opened
+from stages.text.files import Container, File, TextUnit, find
 from stages.text.formats import Fields, Format, parts, recognise
+from stages.text.opening import opened
 from stages.text.record import Record, prose
 from stages.text.sources import Source
 from stages.text.tables import parquet_file, parquet_rows

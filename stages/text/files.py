@@ -6,22 +6,16 @@ Names are relative to the directory or to the fixed part of the glob, so that id
 
 import fnmatch
 import glob
-import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING
 
 from stages.contract import ResourcesUnavailable, StageError
+from stages.text.opening import opened
 
-if TYPE_CHECKING:
-    from stages.storage.bucket import Bucket
-
-READ_AHEAD = 8 * 2**20
-"""Bytes that one request to an object store asks for."""
 MAGIC = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst"}
 
 
@@ -60,8 +54,14 @@ ADVICE = {
     ".zip": "unpack it and give the directory",
     ".tar": "unpack it and give the directory",
     ".tgz": "unpack it and give the directory",
+    ".rar": "unpack it and give the directory",
     ".bz2": "compress it again as .gz or .zst",
     ".xz": "compress it again as .gz or .zst",
+    ".lz4": "compress it again as .gz or .zst",
+    ".part": "it looks like a download that is not finished",
+    ".crdownload": "it looks like a download that is not finished",
+    ".sqlite": "write its table out as CSV or JSONL",
+    ".db": "write its table out as CSV or JSONL",
     ".7z": "unpack it and give the directory",
     ".arrow": "write it again as Parquet",
     ".feather": "write it again as Parquet",
@@ -69,7 +69,20 @@ ADVICE = {
     ".pdf": "extract its text to .txt",
     ".docx": "extract its text to .txt",
     ".html": "extract its text to .txt",
+    ".htm": "extract its text to .txt",
 }
+BESIDE = (
+    "dataset_dict.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "message_feedback.json",
+    "projects.json",
+    "shared_conversations.json",
+    "state.json",
+    "user.json",
+    "users.json",
+)
+"""What tools and products put beside files of rows: descriptions of a data set, the account of an export."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,8 @@ class Found:
     """The files of a source in the order of their ids, and how many were left out."""
 
     files: tuple[File, ...]
-    left_out: int = 0
+    left_out: tuple[str, ...] = ()
+    """One word for each, an ending or a name."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +129,12 @@ class Candidate:
 
 def find(path: str, container: Container = Container.auto) -> Found:
     """What `path` names: a file, a directory with all below it, or a glob; below an object store's URI too."""
-    single, candidates = _remote(path) if "://" in path else _local(path)
+    single, candidates = _remote(path, container) if "://" in path else _local(path, container)
     return chosen(path, candidates, container, single=single)
 
 
 def chosen(path: str, candidates: Iterable["Candidate"], container: Container, *, single: bool) -> Found:
-    """Those that can be read, by their names' ends. Text beside files of rows is somebody's README and stays out."""
+    """Those that can be read, by their names' ends. Beside files of rows, text is somebody's README and stays out."""
     candidates = list(candidates)
     known: list[File] = []
     for c in candidates:
@@ -129,17 +143,24 @@ def chosen(path: str, candidates: Iterable["Candidate"], container: Container, *
             kind, compression = container, compression or _magic(c)
         if kind is not None:
             known.append(File(c.name, c.where, c.key, c.bytes, kind, compression, c.tag))
-    rows = [file for file in known if file.container is not Container.text]
+    rows = [
+        file for file in known if file.container is not Container.text and PurePosixPath(file.name).name not in BESIDE
+    ]
     taken = rows if rows and not single else known
     if not taken:
         raise StageError(_refusal(path, [c.name for c in candidates]))
     taken.sort(key=lambda file: f"{file.name}:")
-    return Found(tuple(taken), len(candidates) - len(taken))
+    left = {c.name for c in candidates} - {file.name for file in taken}
+    return Found(tuple(taken), tuple(sorted(_word(PurePosixPath(name)) for name in left)))
+
+
+def _word(name: PurePosixPath) -> str:
+    return name.name if name.name in BESIDE or not name.suffix else name.suffix.lower()
 
 
 def _refusal(path: str, names: list[str]) -> str:
     known = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
-    ends = sorted({PurePosixPath(name).suffix.lower() for name in names})
+    ends = sorted({".tar" if ".tar." in name.lower() else PurePosixPath(name).suffix.lower() for name in names})
     advice = next((f"; {ADVICE[end]}" for end in ends if end in ADVICE), "")
     if not names:
         found = "nothing"
@@ -170,10 +191,10 @@ def _magic(candidate: Candidate) -> str:
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
 
 
-def _local(path: str) -> tuple[bool, list[Candidate]]:
+def _local(path: str, container: Container) -> tuple[bool, list[Candidate]]:
     where = Path(path).expanduser()
     if where.is_dir():
-        root, found = where, [file for file in where.rglob("*") if not _hidden(file.relative_to(where))]
+        root, found = where, [file for file in _below(where) if not _hidden(file.relative_to(where))]
     elif where.exists() or not glob.has_magic(path):
         root, found = where.parent, [where]
     else:
@@ -181,14 +202,37 @@ def _local(path: str) -> tuple[bool, list[Candidate]]:
         magic = next(i for i, part in enumerate(parts) if glob.has_magic(part))
         root = Path(*parts[:magic])
         found = list(root.glob(str(Path(*parts[magic:]))))
+        if "**" in parts[magic:-1]:  # pathlib passes over what it may not open, and over links
+            matches = re.compile(_translated("/".join(parts[magic:]))).fullmatch
+            found = [file for file in _below(root, hidden=True) if matches(file.relative_to(root).as_posix())]
     files = [file for file in found if not file.is_dir()]
+    single = files == [where]
     for file in files:
-        _refuse_unreadable(file)
-    return files == [where], [listed(file, root) for file in files]
+        if single or container is not Container.auto or _kind(file.name)[0] is not None:
+            _refuse_unreadable(file)
+    return single, [listed(file, root) for file in files]
+
+
+def _below(root: Path, *, hidden: bool = False) -> Iterator[Path]:
+    """All files below a directory, through links too; a link to a directory that it lies in leads nowhere new."""
+
+    def refuse(error: OSError) -> None:
+        raise StageError(
+            f"stages.ingest.source.path: the directory {error.filename} cannot be read by this user "
+            f"({error.strerror}); change its permissions, or leave it out with a glob"
+        )
+
+    for where, directories, names in os.walk(root, onerror=refuse, followlinks=True):
+        here = Path(where).absolute()
+        above = {path.resolve() for path in (here, *here.parents)}
+        links = {name for name in directories if (here / name).is_symlink() and (here / name).resolve() in above}
+        directories[:] = [n for n in directories if n not in links and (hidden or not n.startswith("."))]
+        yield from (Path(where, name) for name in names)
 
 
 def listed(file: Path, root: Path) -> Candidate:
-    return Candidate(file.relative_to(root).as_posix(), str(file.absolute()), "", file.stat().st_size)
+    size = file.stat().st_size if file.is_file() else 0
+    return Candidate(file.relative_to(root).as_posix(), str(file.absolute()), "", size)
 
 
 def _hidden(path: Path) -> bool:
@@ -196,6 +240,8 @@ def _hidden(path: Path) -> bool:
 
 
 def _refuse_unreadable(file: Path) -> None:
+    if file.is_symlink() and not file.exists():
+        raise StageError(f"stages.ingest.source.path: {file} is a link to a file that is not there; remove or mend it")
     if not file.exists():
         raise StageError(f"stages.ingest.source.path: no file or directory {file} (seen from {Path.cwd()})")
     if any("\ud800" <= character <= "\udfff" for character in file.name):
@@ -211,7 +257,7 @@ def _refuse_unreadable(file: Path) -> None:
         raise StageError(f"stages.ingest.source.path: {file} cannot be read by this user; change its permissions")
 
 
-def _remote(uri: str) -> tuple[bool, list[Candidate]]:
+def _remote(uri: str, container: Container) -> tuple[bool, list[Candidate]]:
     """What an object store holds below a URI; its entity tags are the files' identity."""
     from stages.storage.bucket import SCHEMES, Bucket, BucketError
 
@@ -222,7 +268,7 @@ def _remote(uri: str) -> tuple[bool, list[Candidate]]:
             "(a hub's data set: stages.ingest.source.hub=owner/name)"
         )
     if scheme == "file":
-        return _local(f"/{rest.partition('/')[2]}")
+        return _local(f"/{rest.partition('/')[2]}", container)
     parts = rest.rstrip("/").split("/")
     magic = next((i for i, part in enumerate(parts) if i and glob.has_magic(part)), len(parts))
     root, pattern = f"{scheme}://{'/'.join(parts[:magic])}", "/".join(parts[magic:])
@@ -258,47 +304,3 @@ def _translated(pattern: str) -> str:
         piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
         regex += piece.replace(".*", "[^/]*") + "/"
     return regex.removesuffix("/")
-
-
-def opened(file: File, start: int = 0) -> IO[bytes]:
-    """The file's own bytes from `start` on, seekable, little in memory at a time."""
-    if not file.key:
-        stream = Path(file.where).open("rb", buffering=2**20)  # noqa: SIM115  the caller closes it
-        stream.seek(start)
-        return stream
-    from stages.storage.bucket import Bucket
-
-    blob: io.RawIOBase = _Blob(Bucket(file.where), file.key, file.bytes)
-    reader = io.BufferedReader(blob, READ_AHEAD)
-    reader.seek(start)
-    return reader
-
-
-class _Blob(io.RawIOBase):
-    """A blob of an object store as a file; each read is one ranged request."""
-
-    def __init__(self, bucket: "Bucket", key: str, size: int) -> None:
-        self.bucket, self.key, self.size, self.position = bucket, key, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
-        self.position = base + offset
-        return self.position
-
-    def tell(self) -> int:
-        return self.position
-
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
-        end = min(self.position + len(buffer), self.size)
-        if end <= self.position:
-            return 0
-        data = self.bucket.read(self.key, self.position, end)
-        buffer[: len(data)] = data
-        self.position += len(data)
-        return len(data)

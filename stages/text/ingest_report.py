@@ -1,5 +1,6 @@
 """What an ingest found, in numbers and words: the quarantine, the table of reasons, each source's profile. Apart from reading."""
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from stages.text.shards import Table, shard_name
 from stages.text.sources import Source
 
 Facts = dict[str, Any]
+OTHER_SPLITS = {"test", "tests", "validation", "valid", "val", "dev", "eval", "heldout"}
 
 
 def quarantine(reports: list[Facts], parts: Path, output: Path) -> None:
@@ -106,5 +108,17 @@ def described(sources: list[Source]) -> str:
     if not source.files:
         return "the standard library's docstrings"
     what = source.files[0].name if len(source.files) == 1 else f"{len(source.files):,} files"
-    left = f", {source.left_out:,} files left out" if source.left_out else ""
-    return f"{what} as {source.format.value} ({source.why}{left})"
+    kinds = Counter(source.left_out).most_common()
+    left = ", ".join(f"{n} {word}" if n > 1 else word for word, n in kinds[:5]) + (", ..." if len(kinds) > 5 else "")
+    left = f", {len(source.left_out):,} files left out: {left}" if left else ""
+    return f"{what} as {source.format.value} ({source.why}{left}){_of_other_splits(source)}"
+
+
+def _of_other_splits(source: Source) -> str:
+    """A directory often holds its test set beside the training set, and nobody means to learn that."""
+    words = {file.name: set(re.split(r"[^a-z]+", file.name.lower())) for file in source.files}
+    others = [name for name, said in words.items() if said & OTHER_SPLITS]
+    if not others or not any("train" in said for said in words.values()):
+        return ""
+    more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+    return f", {others[0]}{more} among them: a path like .../*train* leaves what is for tests out"

@@ -13,7 +13,8 @@ import pyarrow
 
 from stages.contract import StageError
 from stages.storage.bucket import BucketError
-from stages.text.files import File, opened
+from stages.text.files import File
+from stages.text.opening import opened
 
 SKIP = 2**20
 MARK = b"\xef\xbb\xbf"

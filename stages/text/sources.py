@@ -2,9 +2,11 @@
 because workers read by it.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from stages.contract import StageError
@@ -34,7 +36,8 @@ class Source:
     format: Format
     id_field: str | None
     why: str = ""
-    left_out: int = 0
+    left_out: tuple[str, ...] = ()
+    """Endings or names of files beside them."""
 
     @property
     def bytes(self) -> int:
@@ -96,6 +99,25 @@ class Source:
             rules = ", ".join(f"{count:,} {rule}: {RULES[rule]}" for rule, count in faults.most_common())
             raise StageError(f"{self.files[0].name}: none of the first {SEARCH:,} rows can be used ({rules})")
         return self  # no row is usable, and they say themselves why
+
+    def refuse_disguised(self) -> None:
+        """Windows hides the ends of names: rows.jsonl.txt looks like rows.jsonl, and would be one long text."""
+        for file in self.files[:1]:
+            if file.container is not Container.text:
+                return
+            line = next(iter(numbered(file, self.reading.max_row_bytes)), (1, b""))[1] or b""
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            inner = PurePosixPath(file.name.removesuffix(".gz").removesuffix(".zst")).stem.lower()
+            what = "csv" if inner.endswith(".csv") else "tsv" if inner.endswith(".tsv") else ""
+            what = "jsonl" if isinstance(row, dict) and recognise(row, self.reading.fields) is not None else what
+            if what:
+                raise StageError(
+                    f"{file.name}: is named as a text, but holds rows of {what}; container={what} reads them "
+                    "(stages.ingest.source.container), container=text takes the file as it is"
+                )
 
     def _first(self) -> Iterator[tuple[File, Item]]:
         left = SEARCH

@@ -14,9 +14,10 @@ from stages.contract import StageError
 from stages.storage.bucket import BucketError
 from stages.text.containers import Item, Reading, Repaired, too_long
 from stages.text.faults import Fault, shown
-from stages.text.files import Container, File, opened
+from stages.text.files import Container, File
 from stages.text.formats import by_names
 from stages.text.lines import Line, numbered, refuse_other, whole
+from stages.text.opening import opened
 
 DELIMITERS = {",": ",", ";": ";", "\t": "\\t", "|": "|"}
 """As they are written on a command line."""

@@ -1,8 +1,11 @@
 """Other people's exports as they are: read rightly, or told in one message what is wrong where and what to do about it."""
 
+import dataclasses
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages.contract import Context, StageError
-from stages.text.files import Container
+from stages.contract import Context, Executor, StageError
+from stages.ingest import IngestConfig, IngestResources, ingest
+from stages.text.files import Container, find
 from stages.text.formats import Format
+from stages.text.source_config import SourceConfig
 from tests.stages.test_ingest import read, take
 from tests.stages.test_ingest_files import jsonl, texts
 from tests.stages.test_text_formats import CHAT, assistant, fault, made, user
@@ -222,3 +227,118 @@ def test_what_is_wrong_with_a_sheet_is_told_with_the_way_out(
 ) -> None:
     (tmp_path / "x.csv").write_bytes(content)
     assert re.search(message, refusal(make_context, tmp_path / "x.csv"))
+
+
+# Places
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """As a user who may not read everything, which root may."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_directory_that_may_not_be_opened_is_told_and_not_passed_over(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    (root / "closed").mkdir(parents=True)
+    for name in ("a.jsonl", "closed/b.jsonl"):
+        (root / name).write_bytes(jsonl({"text": "a"}))
+    for directory in (tmp_path, *list(tmp_path.parents)[:3]):
+        directory.chmod(0o755)
+    (root / "closed").chmod(0)
+    try:
+        for path in (root, root / "**" / "*.jsonl", root / "closed"):
+            with nobody(), pytest.raises(StageError, match=r"the directory .*closed cannot be read by this user"):
+                find(str(path))
+    finally:
+        (root / "closed").chmod(0o755)
+
+
+def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    root = tmp_path / "data"
+    root.mkdir()
+    for name in ("data/a.jsonl", "far/b.jsonl"):
+        (tmp_path / name).write_bytes(jsonl({"text": "a"}))
+    (root / "far").symlink_to("../far")
+    (root / "self").symlink_to(".")
+    (tmp_path / "far" / "up").symlink_to("../data")
+    for path in (root, root / "**" / "*.jsonl"):
+        assert [file.name for file in find(str(path)).files] == ["a.jsonl", "far/b.jsonl"]
+    (root / "gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(StageError, match=r"gone.jsonl is a link to a file that is not there"):
+        find(str(root))
+
+
+def test_what_is_no_file_matters_only_under_a_name_for_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl({"text": "a"}))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "README").symlink_to("nowhere")
+    found = find(str(tmp_path))
+    assert [file.name for file in found.files] == ["a.jsonl"] and found.left_out == ("README", "pipe")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(StageError, match=r"pipe.jsonl is no ordinary file"):
+        find(str(tmp_path))
+
+
+def test_an_unpacked_export_is_its_conversations(make_context: MakeContext, tmp_path: Path) -> None:
+    root = tmp_path / "export"
+    root.mkdir()
+    chats = [{"uuid": "u", "chat_messages": [{"sender": "human", "text": "a"}, {"sender": "assistant", "text": "b"}]}]
+    (root / "conversations.json").write_text(json.dumps(chats))
+    (root / "users.json").write_text(json.dumps([{"uuid": "z", "full_name": "secret"}]))
+    (root / "user.json").write_text(json.dumps({"id": "user-1", "email": "secret"}))
+    (root / "cat.png").write_bytes(b"x")
+    context = make_context("ingest")
+    said: list[str] = []
+    cfg = IngestConfig(source=SourceConfig(path=str(root)), resources=IngestResources(executor=Executor.inline))
+    rows = ingest(cfg, dataclasses.replace(context, headline=said.append))
+    assert [json.loads(row["messages"]) for row in read(rows)] == [CHAT]
+    assert said[0].endswith("3 files left out: .png, user.json, users.json)")
+
+
+def test_a_test_set_beside_the_training_set_is_pointed_out(make_context: MakeContext, tmp_path: Path) -> None:
+    for name in ("train-00000.jsonl", "test-00000.jsonl", "latest.jsonl"):
+        (tmp_path / name).write_bytes(jsonl({"text": name}))
+    said: list[str] = []
+    for path in (tmp_path, tmp_path / "*train*"):
+        cfg = IngestConfig(source=SourceConfig(path=str(path)), resources=IngestResources(executor=Executor.inline))
+        ingest(cfg, dataclasses.replace(make_context("ingest"), headline=said.append))
+    assert "test-00000.jsonl among them: a path like .../*train*" in said[0] and "among them" not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "container"),
+    [
+        ("x.jsonl.txt", '{"text": "a"}\n{"text": "b"}\n', "jsonl"),
+        ("x.txt", '{"text": "a"}\n{"text": "b"}\n', "jsonl"),
+        ("x.csv.txt", "text\na\nb\n", "csv"),
+    ],
+)
+def test_rows_under_the_name_of_a_text_are_not_one_text(
+    make_context: MakeContext, tmp_path: Path, name: str, content: str, container: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    assert f"{name}: is named as a text, but holds rows of {container}" in refusal(make_context, path)
+    assert texts(make_context, path, container=Container(container)) == ["a", "b"]
+    assert texts(make_context, path, container=Container.text) == [content]
+
+
+def test_what_no_reader_knows_is_named_with_what_to_do(tmp_path: Path) -> None:
+    for name, message in (
+        ("x.tar.gz", "ends in '.tar', .*unpack it and give the directory"),
+        ("x.jsonl.lz4", "compress it again as .gz or .zst"),
+        ("x.jsonl.part", "a download that is not finished"),
+        ("x.db", "write its table out as CSV or JSONL"),
+    ):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(StageError, match=message):
+            find(str(tmp_path / name))
