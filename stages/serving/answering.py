@@ -113,7 +113,7 @@ class Answering:
             ids, marks = self._chat(record)
         else:
             before = self._encode(record.prompt)
-            (text, _), *_ = self._encoder.encode([record.text])
+            (text, _), *_ = self._encoder.encode([record.text], behind=bool(record.prompt))
             ids, marks = [*before, *text.tolist()], [False] * len(before) + [True] * len(text)
         if len(ids) > self._loaded.context_length:
             raise Unanswerable("too_long", f"{len(ids)} tokens")

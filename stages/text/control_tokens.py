@@ -132,7 +132,7 @@ def segments(text: str, spans: list[Span]) -> Segments:
 
 
 def encode_segments(tokenizer: Tokenizer, parts: Segments) -> list[int]:
-    """Ids of text in parts. Each is encoded as it stands in the middle of a text: behind a newline, which is taken away
+    """Ids of text in parts. Each is encoded as it stands in the middle of a text: behind another sign, which is taken away
     again, because tokenizers of the SentencePiece kind put a space before what stands first."""
     return [token for token, _ in _tokens(tokenizer, parts)]
 
@@ -150,18 +150,19 @@ def _tokens(tokenizer: Tokenizer, parts: Segments) -> Iterator[tuple[int, int]]:
             made = (_as_text if plain else _normally)(tokenizer, part)
         elif plain:  # one of few words, however often somebody typed it
             if part not in typed:
-                typed[part] = _behind_newline(tokenizer, part, _as_text)
+                typed[part] = _behind(tokenizer, part, _as_text)
             made = typed[part]
         else:
-            made = _behind_newline(tokenizer, part, _normally)
+            made = _behind(tokenizer, part, _normally)
         yield from ((token, at + end) for token, end in made)
         at += len(part)
 
 
-def _behind_newline(
+def _behind(
     tokenizer: Tokenizer, part: str, encode: Callable[[Tokenizer, str], list[tuple[int, int]]]
 ) -> list[tuple[int, int]]:
-    head, made = encode(tokenizer, "\n"), encode(tokenizer, "\n" + part)
+    sign = "." if part.startswith("\n") else "\n"  # two newlines may be one token
+    head, made = encode(tokenizer, sign), encode(tokenizer, sign + part)
     if [token for token, _ in made[: len(head)]] != [token for token, _ in head]:
         return encode(tokenizer, part)
     return [(token, max(end - 1, 0)) for token, end in made[len(head) :]]

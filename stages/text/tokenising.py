@@ -158,15 +158,18 @@ def _documents(batch: list[Record], settings: Settings) -> Iterator[Document | s
     encoder = _encoder(settings.tokenizer)
     plain = [record for record, chat in zip(batch, chats, strict=True) if chat is None]
     # A document ends once, also when its text already ends in the words for it.
-    texts = encoder.encode([record.text.removesuffix(encoder.eos) for record in plain])
+    texts = encoder.encode([record.text.removesuffix(encoder.eos) for record in plain if not record.prompt])
     prompts = encoder.encode([record.prompt for record in plain if record.prompt])
+    answers = [record.text.removesuffix(encoder.eos) for record in plain if record.prompt]
+    completions = encoder.encode(answers, behind=True)
     templated: Iterator[Encoded] = iter(())
     if len(plain) < len(batch):
         template = _template(settings.tokenizer, settings.control_strings)
         templated = iter(template.encode_batch([chat for chat in chats if chat is not None], settings.loss_on))
     for record, chat in zip(batch, chats, strict=True):
         if chat is None:
-            yield Document.of(encoder, next(prompts) if record.prompt else NOTHING, next(texts))
+            both = (next(prompts), next(completions)) if record.prompt else (NOTHING, next(texts))
+            yield Document.of(encoder, *both)
         else:
             encoded = next(templated)
             yield encoded.reason or Document.of_chat(encoded)

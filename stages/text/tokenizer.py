@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +118,38 @@ class Encoder:
             bytes_of_id=_bytes_of_id(tokenizer),
         )
 
-    def encode(self, texts: list[str]) -> Iterator[tuple[Int32, Int32]]:
-        """For each text its ids and the UTF-8 bytes that each id stands for; the bytes sum up to those of the text."""
-        for text, encoding in zip(
-            texts, self.tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+    def encode(self, texts: list[str], *, behind: bool = False) -> Iterator[tuple[Int32, Int32]]:
+        """For each text its ids and the UTF-8 bytes that each id stands for; the bytes sum up to those of the text.
+        `behind`: the texts stand behind others, so that a tokenizer which begins a text with a space begins these without."""
+        heads = [self._head(text) if behind else "" for text in texts]
+        wholes = [head + text for head, text in zip(heads, texts, strict=True)]
+        encodings = self.tokenizer.encode_batch_fast(wholes, add_special_tokens=False)
+        for text, head, encoding in zip(texts, heads, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
+            if head and ids[: len(self._known[head])].tolist() != self._known[head]:  # the two became one token
+                head, ids = "", np.array(_ids(self.tokenizer, text), np.int32)
+            ids = ids[len(self._known[head]) :]
             sizes = None if self.bytes_of_id is None else self.bytes_of_id[ids]
             if sizes is None or int(sizes.sum()) != len(text.encode()):
-                sizes = self._sizes_by_offset(text)
+                sizes = self._sizes_by_offset(text, head)
             yield ids, sizes
 
-    def _sizes_by_offset(self, text: str) -> Int32:
+    def _head(self, text: str) -> str:
+        """What stands before a text that must not begin with a space of the tokenizer's, and is taken off again; nothing for a
+        tokenizer that begins no text with one."""
+        return "" if not self._known["\n"] else "." if text.startswith("\n") else "\n"
+
+    @cached_property
+    def _known(self) -> dict[str, list[int]]:
+        """Ids of each head; none where heads are not needed."""
+        alone, behind = _ids(self.tokenizer, "a"), _ids(self.tokenizer, "\na")
+        needed = behind[-len(alone) :] != alone
+        return {head: _ids(self.tokenizer, head) if needed else [] for head in ("", "\n", ".")}
+
+    def _sizes_by_offset(self, text: str, head: str) -> Int32:
         """Each token's bytes reach from where the one before it ended; what no token covers goes to the next, or last."""
-        ends = np.array([end for _, end in self.tokenizer.encode(text, add_special_tokens=False).offsets], np.int64)
+        offsets = self.tokenizer.encode(head + text, add_special_tokens=False).offsets[len(self._known[head]) :]
+        ends = np.array([max(end - len(head), 0) for _, end in offsets], np.int64)
         if not len(ends):
             return ends.astype(np.int32)
         ends = np.maximum.accumulate(ends)
@@ -138,6 +157,11 @@ class Encoder:
         code = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         before = np.append(0, np.cumsum(1 + (code > 0x7F) + (code > 0x7FF) + (code > 0xFFFF)))
         return np.diff(before[ends], prepend=0).astype(np.int32)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:

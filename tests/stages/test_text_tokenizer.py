@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from stages.contract import StageError
 from stages.text.tokenizer import END_OF_TEXT, Encoder, take_over, train
+from tests.stages.chat_tokenizers import save_tokenizer
 
 TEXTS = [
     "def join(a, *p):\n    return a",
@@ -87,6 +88,23 @@ def test_bytes_of_characters_that_are_split_over_tokens_are_exact(byte_level: Pa
     assert sizes.tolist()[:4] == [1, 1, 1, 1]
     assert sizes.sum() == 6
     assert len(ids) >= 5
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_bpe", "unigram"])
+def test_prompt_and_completion_are_the_text_that_they_were(kind: str, tmp_path: Path) -> None:
+    encoder = Encoder.load(save_tokenizer(tmp_path, kind, "mistral_v1"))
+    for prompt, completion in (
+        ("hello say", "s the"),  # within a word
+        ("Q: hi\nA:", " the model"),
+        ("Q: hi\n", "the model"),
+        ("Q: hi", "\n\nthe model"),
+        ("Q: hi", ""),
+        ("Q: hi ", "café 你好"),
+    ):
+        [(before, _)] = encoder.encode([prompt])
+        [(ids, sizes)] = encoder.encode([completion], behind=True)
+        assert encoder.tokenizer.decode([*before, *ids]) == prompt + completion
+        assert len(sizes) == len(ids) and sizes.sum() == len(completion.encode()) and (sizes >= 0).all()
 
 
 def test_words_for_control_tokens_in_a_text_are_text(byte_level: Path) -> None:
