@@ -1,5 +1,6 @@
-"""Overrides of groups that may be null, as in `stages.clean.near_duplicates.remove=false`. Apart from composing, because it mends
-what OmegaConf 2.3 gets wrong: below a null group an override fails on an assertion, and `={}` leaves it null without a word.
+"""Overrides of groups that are not there yet: those that may be null, as in `stages.clean.near_duplicates.remove=false`, and those
+that a person names, as in `stages.ingest.mix.mine.path=my.jsonl`. Apart from composing, because it mends what OmegaConf 2.3 gets
+wrong: below a null group an override fails on an assertion, `={}` leaves it null without a word, and a new name is "not in struct".
 """
 
 import dataclasses
@@ -27,22 +28,33 @@ def apply(node: Any, overrides: Sequence[str]) -> None:
         names = key.split(".")
         for length in range(1, len(names) + isinstance(value, dict)):
             _make(node, names[: length - 1], names[length - 1], key)
+        if isinstance(value, str) and names[-2] == "mix":
+            raise ConfigError(f"{key} is a group; write {key}.path={value}, or {key}={{...}} with its fields")
         OmegaConf.update(node, key, value, merge=True, force_add=True)
+        if (
+            names[2] == "mix"
+        ):  # rows come from its sources: an option's own `source.path: ???` asks for nothing any more
+            source = OmegaConf.select(node, f"stages.{names[1]}.source")
+            if OmegaConf.is_missing(source, "path"):
+                source.path = None
 
 
 def _make(node: Any, way: list[str], name: str, key: str) -> None:
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, open_dict
 
     above = OmegaConf.select(node, ".".join(way)) if way else node
     if OmegaConf.select(above, name) is not None:
         return
     kind = OmegaConf.get_type(above)
     group = _field(kind, name)[0] if dataclasses.is_dataclass(kind) else None
-    if group is None:
+    if group is None and len(way) > 2:  # a name in a map of groups, as those of a mix
+        group = above._metadata.element_type
+    if not dataclasses.is_dataclass(group):
         known = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(above)
         what = "is no group" if name in known else "is not there"
         raise ConfigError(f"{key}: {'.'.join([*way, name])} {what}{did_you_mean(name, known)}")
-    above[name] = OmegaConf.structured(group)
+    with open_dict(above):
+        above[name] = OmegaConf.structured(group)
 
 
 def _reaches_in(override: str) -> bool:
@@ -58,6 +70,8 @@ def _passes(config: type, names: list[str], value: str) -> bool:
     kind, optional = _field(config, names[0])
     if kind is None:
         return False
+    if typing.get_origin(typing.get_type_hints(config)[names[0]]) is dict:
+        return True
     if optional:
         return len(names) > 1 or value.startswith("{")
     return len(names) > 1 and _passes(kind, names[1:], value)

@@ -47,8 +47,8 @@ class IngestConfig(StageConfig):
     source: SourceConfig = field(default_factory=SourceConfig)
     """Where rows come from."""
     mix: dict[str, SourceConfig] = field(default_factory=dict)
-    """Several sources by name, each with the fields of `source`, which is then left as it is. Written in a YAML file of one's
-    own, or as `+stages.ingest.mix='{mine: {path: my.jsonl, weight: 3}, web: {path: web/}}'`."""
+    """Several sources by name, each with the fields of `source`, which is then left as it is:
+    `stages.ingest.mix.mine.path=my.jsonl stages.ingest.mix.mine.weight=3 stages.ingest.mix.web.path=web/`."""
     limit: int | None = None
     """Take only the first so many rows, in the order of their ids. Null: all of them."""
     max_bad_fraction: float = 0.01
