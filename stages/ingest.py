@@ -122,7 +122,8 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     found = [ingest_report.profile(n, sources[n], weight, reports) for n, weight in enumerate(weights)]
     rules = ingest_report.rules_of(reports)
     numbers = {name: sum(f[name] for f in found) for name in ("rows", "characters", "quarantined")}
-    ingest_report.refuse_above(cfg.max_bad_fraction, numbers["rows"], rules, reports)
+    kept = ctx.work / "quarantine.jsonl"
+    ingest_report.refuse_above(cfg.max_bad_fraction, numbers["rows"], rules, reports, ctx.output, kept)
     if not numbers["rows"]:
         raise StageError(f"stages.ingest.source.path={cfg.source.path}: found no rows, wanted at least one")
     again = ingesting.clashing(parts, [report["part"] for report in reports])

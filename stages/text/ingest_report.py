@@ -46,8 +46,11 @@ def profile(number: int, source: Source, weight: float, reports: list[Facts]) ->
     }
 
 
-def refuse_above(fraction: float, good: int, rules: Counter[str], reports: list[Facts]) -> None:
-    """Fails with the table of reasons when too many rows cannot be used."""
+def refuse_above(
+    fraction: float, good: int, rules: Counter[str], reports: list[Facts], output: Path, kept: Path
+) -> None:
+    """Fails with the table of reasons when too many rows cannot be used. Of a quarantine that is longer than the table a copy is
+    `kept`: the attempt's output goes."""
     bad = rules.total()
     if not bad or bad <= fraction * (bad + good):
         return
@@ -59,6 +62,9 @@ def refuse_above(fraction: float, good: int, rules: Counter[str], reports: list[
     for rule, count in sorted(rules.items(), key=lambda item: (-item[1], item[0])):
         shown = ", ".join(first[rule][:LINES_SHOWN]) + (", ..." if count > LINES_SHOWN else "")
         lines.append(f"  {count:>9,}  {rule}: {shown}\n             {RULES[rule]}")
+    if any(count > LINES_SHOWN for count in rules.values()):
+        shutil.copyfile(output / "quarantine.jsonl", kept)
+        lines.append(f"  all of them: {kept}")
     table = "\n".join(lines)
     raise StageError(
         f"{bad:,} of {bad + good:,} rows cannot be used, at most {fraction:.1%} are allowed "

@@ -342,3 +342,18 @@ def test_what_no_reader_knows_is_named_with_what_to_do(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(StageError, match=message):
             find(str(tmp_path / name))
+
+
+def test_a_refusal_shows_lines_of_each_rule_and_says_where_the_rest_of_them_stand(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "secret\n' * 7 + jsonl({"text": "a"}))
+    message = refusal(make_context, path)
+    kept = Path(re.search(r"all of them: (\S+)", message)[1])  # type: ignore[index]
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(line["file"], line["line"], line["rule"]) for line in lines] == [
+        ("x.jsonl", n, "broken_json") for n in range(1, 8)
+    ]
+    path.write_bytes(b'{"text": "secret\n' + jsonl({"text": "a"}))
+    assert "all of them" not in refusal(make_context, path)
