@@ -241,6 +241,11 @@ def require_order(chat: list[Message], field: str, before: int = 0) -> None:
         open_calls = before_tool = bool(calls)
 
 
-def require_assistant(chat: list[Message], field: str) -> None:
+def require_assistant(chat: list[Message], field: str, before: int = 0) -> None:
+    """Somebody answers, and no answer is empty: a model would learn to end its turn at once."""
     if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in chat):
         raise Fault("no_assistant_turn", field)
+    for index, message in enumerate(chat):
+        said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+        if message["role"] == "assistant" and not said:
+            raise Fault("empty_answer", f"{field}[{index - before}]")

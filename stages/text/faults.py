@@ -34,7 +34,7 @@ RULES = {
     "unanswered_tool_call": "a tool call that is followed by something else than its answer",
     "broken_tool_call": "a tool call without a function's name, or whose arguments are not a JSON object",
     "broken_tools": "tools that are no list of function schemas",
-    "empty_answer": "a preferred or rejected answer that is empty",
+    "empty_answer": "an answer that is empty: a model would learn to say nothing",
     "same_answers": "the preferred answer is the rejected one",
     "two_prompts": "the preferred and the rejected answer belong to different prompts",
     "broken_export": "a conversation tree whose current message or a parent is missing",

@@ -246,7 +246,7 @@ def _made(chat: list[Message], row: Row, field: str, texts: Texts) -> Parts:
     given = len(chat)
     chat = with_system(chat, row, texts)
     require_order(chat, field, len(chat) - given)
-    require_assistant(chat, field)
+    require_assistant(chat, field, len(chat) - given)
     return {
         "kind": CHAT,
         "messages": canonical(chat),

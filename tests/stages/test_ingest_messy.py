@@ -357,3 +357,12 @@ def test_a_refusal_shows_lines_of_each_rule_and_says_where_the_rest_of_them_stan
     ]
     path.write_bytes(b'{"text": "secret\n' + jsonl({"text": "a"}))
     assert "all of them" not in refusal(make_context, path)
+
+
+def test_an_empty_answer_among_others_is_not_learned() -> None:
+    empty = [user("a"), assistant(" "), user("again"), assistant("b")]
+    assert fault({"messages": empty}) == ("empty_answer", "messages[1]", "")
+    assert fault({"system": "s", "messages": empty}) == ("empty_answer", "messages[1]", "")
+    assert fault({"messages": empty[:2]}) == ("no_assistant_turn", "messages", "")
+    thought = [user("a"), assistant("", reasoning_content="hm"), user("b"), assistant("c")]
+    assert made({"messages": thought})["messages"] == thought
