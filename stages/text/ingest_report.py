@@ -116,7 +116,8 @@ def described(sources: list[Source]) -> str:
     what = source.files[0].name if len(source.files) == 1 else f"{len(source.files):,} files"
     kinds = Counter(source.left_out).most_common()
     left = ", ".join(f"{n} {word}" if n > 1 else word for word, n in kinds[:5]) + (", ..." if len(kinds) > 5 else "")
-    left = f", {len(source.left_out):,} files left out: {left}" if left else ""
+    files = "file" if len(source.left_out) == 1 else "files"
+    left = f", {len(source.left_out):,} {files} left out: {left}" if left else ""
     return f"{what} as {source.format.value} ({source.why}{left}){_of_other_splits(source)}"
 
 
