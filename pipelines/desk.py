@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from pipelines.config import ROOT, AppConfig
-from pipelines.lease import identity, is_alive
+from pipelines.lease import identity, is_alive, same_host
 from pipelines.registry import tracking_uri
+from stages.contract import ResourcesUnavailable
 from stages.storage.bucket import local_path
 
 CODE = ("pipelines/*.py", "stages/contract.py", "stages/artifacts.py", "stages/storage/*.py")
@@ -41,6 +45,11 @@ SET_BY_US = (
 CREDENTIALS = ("~/.aws/credentials", "~/.aws/config", "~/.mlflow/credentials", "~/.netrc")
 END_S = 8.0
 """For a scribe to finish what it is writing."""
+ALONE_S = 90.0
+"""Longer than a scribe may take to come up (`dictation.START_S`, then its greeting)."""
+KILLED_S = 2.0
+SOCKET_PREFIX = "rk-s-"
+"""Of the private directory of a socket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +92,22 @@ class Desk:
         return self.records / f"{_digest([asdict(self), version(), rights(), os.getuid(), socket.gethostname()])}.json"
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else starts or ends a scribe of this state meanwhile."""
-        self.records.mkdir(parents=True, exist_ok=True)
+    def alone(self, within_s: float | None = None) -> Iterator[None]:
+        """Nobody else starts or ends a scribe of this state meanwhile. Raises ResourcesUnavailable when another one is at it for
+        longer than `within_s` (default ALONE_S), OSError without the directory of records."""
+        deadline = time.monotonic() + (ALONE_S if within_s is None else within_s)
         with (self.records / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise ResourcesUnavailable(
+                            f"another run has been starting the process that keeps MLflow open for too long (is it paused?): end it, "
+                            f"it holds {self.records / 'lock'}"
+                        ) from None
+                time.sleep(0.01)
             yield
 
 
@@ -108,9 +128,12 @@ def rights() -> str:
     """A digest of what lets this process in elsewhere: a scribe that was started with other rights must not write in its name."""
     names = [n for n in os.environ if (n.startswith(SPEAKS_OF_ACCESS) or n.upper() in PROXIES) and n not in SET_BY_US]
     found = [f"{name}={os.environ[name]}" for name in sorted(names)]
-    for place in CREDENTIALS:
-        with contextlib.suppress(OSError):
+    named = [os.environ[name] for name in sorted(names) if os.environ[name].startswith(("/", "~")) and name.isupper()]
+    for place in (*CREDENTIALS, *named):
+        with contextlib.suppress(OSError, RuntimeError):  # the second: a user without a home
             status = Path(place).expanduser().stat()
+            if not stat.S_ISREG(status.st_mode):
+                continue
             found.append(f"{place} {status.st_size} {status.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
@@ -156,10 +179,48 @@ def kill(scribe: dict[str, Any]) -> None:
     if is_alive(scribe) and scribe["pid"] != identity()["pid"]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(int(scribe["pid"]), signal.SIGKILL)
+    deadline = time.monotonic() + KILLED_S
+    while is_alive(scribe) and scribe["pid"] != identity()["pid"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def is_paused(scribe: dict[str, Any]) -> bool:
+    """Whether somebody stopped it (SIGSTOP): nobody knows for how long."""
+    try:
+        return is_alive(scribe) and psutil.Process(int(scribe["pid"])).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def is_ours(place: Path) -> bool:
+    """Whether a socket is one that only this user can have made: its directory admits nobody else. The one that a dead scribe left
+    may be gone, with all of /tmp, and another user may have made one of its name."""
+    try:
+        return place.parent.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def sweep(state: Path) -> None:
+    """Take away what scribes left that were killed. The caller is alone."""
+    for path in (state / "scribes").glob("*.json"):
+        one = read(path)
+        if one is None or not same_host(one) or is_alive(one):
+            continue
+        place = Path(str(one.get("socket")))
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            if is_ours(place) and place.parent.name.startswith(SOCKET_PREFIX):
+                place.unlink(missing_ok=True)
+                place.parent.rmdir()
+
+
+def written(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def say(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    connection.sendall(written(message))
 
 
 def hear(lines: BinaryIO) -> dict[str, Any]:

@@ -19,22 +19,19 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipelines import desk as desks
+from pipelines.clerk import Clerk, Gone
 from pipelines.config import redacted
 from pipelines.desk import Desk
 from pipelines.lease import identity, is_alive, same_host
-from pipelines.registry import require_server
-from pipelines.store import Store
-from stages.artifacts import Artifact
-from stages.contract import ResourcesUnavailable, StageError
+from stages.contract import ResourcesUnavailable
 
 if TYPE_CHECKING:
-    from pipelines.tracking import Sender, Tracking
+    from pipelines.tracking import Sender
 
 IDLE_S = 600.0
 """Without a run. Who works on a pipeline starts the next run within minutes; after that 200 MB of memory are worth more than the 2 s
@@ -46,18 +43,6 @@ BURY_S = 10.0
 """A killed process lives on for a moment after its sockets are closed."""
 SOCKET_ROOM = 100
 """A Unix socket's path may have 107 bytes."""
-_log = logging.getLogger(__name__)
-
-
-class Gone(Exception):
-    """The database or the state root is not the one that was opened: nothing may be written any more."""
-
-
-@dataclass
-class _Above:
-    """The run above another one, as its driver knows it."""
-
-    run_id: str | None
 
 
 class Scribe:
@@ -68,9 +53,8 @@ class Scribe:
         self._desk, self._nonce = desk, nonce
         self._idle_s = idle_s
         self._home = _inode(Path(desk.state))
-        self._stores: dict[str, Tracking] = {}
-        self._lock = threading.RLock()
-        self._opening = threading.Lock()
+        self._clerk = Clerk(desk, self._await_burials)
+        self._lock = threading.Lock()
         self._callers: dict[str, int] = {}
         """Owner of connections -> how many there are."""
         self._connections: set[socket.socket] = set()
@@ -109,8 +93,7 @@ class Scribe:
         fresh.replace(self.record)
 
     def _forget_where(self) -> None:
-        found = desks.read(self.record)
-        if found and found.get("nonce") == self._nonce:
+        if self._is_known():
             self.record.unlink(missing_ok=True)
 
     def _hang_up(self) -> None:
@@ -124,20 +107,28 @@ class Scribe:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _is_over(self) -> bool:
-        self.is_gone = self.is_gone or _inode(Path(self._desk.state)) != self._home or self._is_ghost()
+        self.is_gone = self.is_gone or _inode(Path(self._desk.state)) != self._home or self._clerk.is_ghost
         if self.is_gone or self.stopping.is_set():
             return True
+        if not self._is_known():  # another one took its place, or somebody tidied up
+            self._idle_s = 0.0
         with self._lock:
             if self._connections or self._busy:
                 self._idle_since = time.monotonic()
+                return False
             if time.monotonic() - self._idle_since < self._idle_s:
                 return False
-        with self._desk.alone():  # nobody is told of it any more; who was told a moment ago asks again
-            self._forget_where()
+        try:
+            with self._desk.alone(0.0):  # nobody is told of it any more; who was told a moment ago asks again
+                self._forget_where()
+        except ResourcesUnavailable:
+            return False  # somebody is on the way here, perhaps
+        except OSError:
+            pass  # no place where anybody could be told
         return True
 
-    def _is_ghost(self) -> bool:
-        return any(store.is_ghost for store in list(self._stores.values()))
+    def _is_known(self) -> bool:
+        return (desks.read(self.record) or {}).get("nonce") == self._nonce
 
     def _attend(self, connection: socket.socket) -> None:
         """One conversation."""
@@ -150,8 +141,10 @@ class Scribe:
                 while True:
                     request = desks.hear(lines)
                     desks.say(connection, self._answered(request, senders))
-        except (OSError, EOFError, Gone):
-            pass  # the driver is gone, or we are: nothing that is not in its journal is lost
+        except (OSError, EOFError):
+            pass  # the driver is gone: nothing that is not in its journal is lost
+        except Gone:
+            self.is_gone = True
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -159,19 +152,11 @@ class Scribe:
                 self._left(owner)
 
     def _answered(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        try:
-            if self.is_gone or self._is_ghost():
-                self.is_gone = True
-                raise Gone
-            with self._working():
-                answer: dict[str, Any] = getattr(self, f"_do_{request['op']}")(request, senders)
-            return answer
-        except Gone:
-            raise
-        except Exception as error:
-            known = next((kind for kind in (ResourcesUnavailable, StageError) if isinstance(error, kind)), None)
-            said = str(error) if known else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return {"refused": redacted(said), "kind": known.__name__ if known else ""}
+        if request["op"] == "leave":  # another one takes over; this one ends when nobody uses it
+            self._idle_s = 0.0
+            return {}
+        with self._working():
+            return self._clerk.answer(request, senders)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -183,69 +168,6 @@ class Scribe:
         finally:
             with self._lock:
                 self._busy -= 1
-
-    # What can be asked
-
-    def _do_ready(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        """A run will begin soon."""
-        from pipelines.tracking import load
-
-        load()
-        return {}
-
-    def _do_open(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        """A run begins: is the store fit, and what did others leave?"""
-        self._await_burials()
-        return {"experiment_id": self._store(request["experiment"], renew=True).experiment_id}
-
-    def _do_line(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        journal = request["journal"]
-        if journal not in senders:
-            store = self._store(request["experiment"])
-            above = _Above(request["above"]) if request["above"] else None
-            senders[journal] = store.sender(store.spool / f"{journal}.jsonl", above, request["asked"])
-            senders[journal].run_id = request["run_id"]
-        senders[journal].send(request["line"])
-        return {"run_id": senders[journal].run_id}
-
-    def _do_registry(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        from pipelines.registering import MlflowRegistry
-
-        registry = MlflowRegistry(self._store(request["experiment"]), _Above(request["run_id"]), request["asked"])
-        arguments = request["arguments"]
-        if request["method"] == "register":
-            name, model, tags, metrics = arguments
-            arguments = [name, Artifact(**model), tags, metrics]
-        return {"answer": getattr(registry, request["method"])(*arguments)}
-
-    def _do_point(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        return {"answer": self._store(request["experiment"]).ended_point(request["sweep"], request["number"])}
-
-    def _do_leave(self, request: dict[str, Any], senders: "dict[str, Sender]") -> dict[str, Any]:
-        """Another one takes over; this one ends when nobody uses it."""
-        self._idle_s = 0.0
-        return {}
-
-    # What it keeps
-
-    def _store(self, experiment: str, renew: bool = False) -> "Tracking":
-        from pipelines.tracking import Tracking
-
-        desk = self._desk
-        with self._opening:
-            store = self._stores.get(experiment)
-            if store is None:
-                store = Tracking(desk.uri, Path(desk.state), experiment, desk.timeout_s, desk.place, self._maker_of)
-                self._stores[experiment] = store
-            elif renew:
-                store.renew()
-            return store
-
-    def _maker_of(self, fingerprint: str) -> str | None:
-        """Id of the MLflow run that published a result."""
-        store = Store(self._desk.store, Path(self._desk.scratch), single_writer=self._desk.single_writer)
-        record, _ = store.find(fingerprint)
-        return record.meta.get("run_id") if record else None
 
     # Who is there
 
@@ -272,18 +194,11 @@ class Scribe:
             time.sleep(0.05)
         if same_host(owner):
             with self._working():
-                self._settle()
+                self.settle()
 
-    def _settle(self) -> None:
-        """Of all experiments at once."""
-        with self._opening:
-            store = next(iter(self._stores.values()), None)
-            if store is None or self.is_gone or self._is_ghost():
-                return
-            with contextlib.suppress(ResourcesUnavailable, OSError):  # a server that is away: at the next run
-                if store.uri.startswith("http"):
-                    require_server(store.uri, self._desk.timeout_s)
-                store.settle()
+    def settle(self) -> None:
+        if not self.is_gone:
+            self._clerk.settle()
 
     def _await_burials(self) -> None:
         """A line of a dead driver that is being written now must not be replayed beside it."""
@@ -306,10 +221,10 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 def _short_directory() -> Path:
     """A private directory (mode 0700) for the socket: the state's own path may be too long for one."""
-    directory = Path(tempfile.mkdtemp(prefix="rk-s-"))
+    directory = Path(tempfile.mkdtemp(prefix=desks.SOCKET_PREFIX))
     if len(str(directory)) > SOCKET_ROOM:
         directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="rk-s-", dir="/tmp"))
+        directory = Path(tempfile.mkdtemp(prefix=desks.SOCKET_PREFIX, dir="/tmp"))
     return directory
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from pipelines import cluster, plan
 from pipelines.config import AppConfig, ClusterMode, redacted
 from pipelines.console import Console
+from pipelines.conversation import start_ahead
 from pipelines.desk import Desk
-from pipelines.dictation import Dictation, start_ahead
+from pipelines.dictation import Dictation
 from pipelines.journal import Runs, left_behind
 from pipelines.plan import Step
 from pipelines.pool import Pool, kill_all

@@ -46,6 +46,7 @@ class Mutant:
 STORE, LEASE, GC = "tests/pipelines/test_store.py", "tests/pipelines/test_lease.py", "tests/pipelines/test_gc.py"
 SWEEP = "tests/pipelines/test_sweep.py"
 SCRIBE = "tests/pipelines/test_scribe.py"
+SCRIBE_FAULTS = "tests/pipelines/test_scribe_faults.py"
 RUNNER, WORKER = "tests/pipelines/test_runner.py", "tests/pipelines/test_worker.py"
 KILLED = "tests/faults/test_driver_killed.py::test_the_same_command_again_finishes_what_a_killed_driver_left"
 LOST = "tests/faults/test_driver_killed.py::test_what_a_lost_machine_left_running_is_closed_by_the_next_invocation"
@@ -253,7 +254,7 @@ MUTANTS = (
     Mutant(
         "blind-scribe",
         "pipelines/scribe.py",
-        "            with self._working():\n                self._settle()\n",
+        "            with self._working():\n                self.settle()\n",
         "            pass\n",
         (f"{SCRIBE}::test_a_killed_driver_is_seen_by_the_scribe_which_closes_its_runs_at_once",),
     ),
@@ -263,6 +264,20 @@ MUTANTS = (
         "        asked, self._asked = self._asked, True\n",
         "        asked = False\n",
         (f"{SCRIBE}::test_a_new_run_whose_answer_was_lost_is_made_once[cut]",),
+    ),
+    Mutant(
+        "waits-for-the-paused",
+        "pipelines/conversation.py",
+        "if paused > 1:",
+        "if False:",
+        (f"{SCRIBE_FAULTS}::test_a_paused_scribe_is_replaced_within_seconds_and_nothing_is_missing",),
+    ),
+    Mutant(
+        "trusts-any-socket",
+        "pipelines/conversation.py",
+        'if not desks.is_ours(Path(record["socket"])):',
+        "if False:",
+        (f"{SCRIBE_FAULTS}::test_a_socket_that_another_user_made_in_the_place_of_a_dead_scribes_is_told_nothing",),
     ),
     Mutant(
         "writes-to-a-ghost",

@@ -8,9 +8,11 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from pipelines import desk as desks
 from pipelines import scribe
 from pipelines.config import AppConfig
 from pipelines.desk import Desk
+from tests.pipelines.scribed import PIPELINE
 from tests.pipelines.stored import World
 from tests.services import Service
 
@@ -30,6 +32,17 @@ def state(tmp_path: Path, fresh_mlflow: Path) -> Iterator[Path]:
     shutil.copytree(fresh_mlflow, tmp_path / "state")
     with scribe.here(Desk.of(AppConfig(name="stub", state=str(tmp_path / "state")))):
         yield tmp_path / "state"
+
+
+@pytest.fixture
+def bare(tmp_path: Path, fresh_mlflow: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state root with a schema and no scribe yet; whatever scribe came to it is ended."""
+    monkeypatch.setenv("RAYKEEL_SCRIBE_IDLE_S", "120")  # a busy machine may need seconds from one command to the next
+    shutil.copytree(fresh_mlflow, tmp_path / "state")
+    (tmp_path / "conf" / "pipeline").mkdir(parents=True)
+    (tmp_path / "conf" / "pipeline" / "stub.yaml").write_text(PIPELINE)
+    yield tmp_path / "state"
+    desks.end(tmp_path / "state")
 
 
 @pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.slow)])

@@ -8,79 +8,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import psutil
 import pytest
 
+from pipelines import conversation, scribe, services
 from pipelines import desk as desks
-from pipelines import dictation, scribe, services
 from pipelines.config import ROOT, AppConfig
-from pipelines.desk import Desk
-from pipelines.dictation import Conversation, Dictation
+from pipelines.conversation import Conversation
+from pipelines.dictation import Dictation
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
+from tests.pipelines.scribed import await_, client, command, desk_of, ended, runs
 from tests.pipelines.stubs import executions
-
-RUN = "import sys; from tests.pipelines import stubs; from pipelines.__main__ import main; code = main(); "
-PIPELINE = """# @package _global_
-defaults: [/make: schema, /double: schema, _self_]
-name: stub
-stages:
-  double: {inputs: {rows: make}}
-"""
-
-
-def desk_of(state: Path) -> Desk:
-    return Desk.of(AppConfig(name="stub", state=str(state)))
-
-
-@pytest.fixture
-def bare(tmp_path: Path, fresh_mlflow: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A state root with a schema and no scribe yet; whatever scribe came to it is ended."""
-    monkeypatch.setenv("RAYKEEL_SCRIBE_IDLE_S", "120")  # a busy machine may need seconds from one command to the next
-    shutil.copytree(fresh_mlflow, tmp_path / "state")
-    (tmp_path / "conf" / "pipeline").mkdir(parents=True)
-    (tmp_path / "conf" / "pipeline" / "stub.yaml").write_text(PIPELINE)
-    yield tmp_path / "state"
-    desks.end(tmp_path / "state")
-
-
-def command(state: Path, *words: str, then: str = "sys.exit(code)") -> "subprocess.Popen[str]":
-    line = [sys.executable, "-c", RUN + then, *words, f"state={state}", "--conf", str(state.parent / "conf")]
-    return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def client(state: Path) -> mlflow.MlflowClient:
-    return mlflow.MlflowClient(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}")
-
-
-def runs(state: Path) -> dict[str, Any]:
-    """Name -> run; each is there once."""
-    store = client(state)
-    found = store.search_runs([e.experiment_id for e in store.search_experiments()])
-    named = {run.data.tags["mlflow.runName"].split()[0]: run for run in found}
-    assert len(named) == len(found), sorted(run.data.tags["mlflow.runName"] for run in found)
-    return named
-
-
-def await_(what: Callable[[], Any], within_s: float = 15.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
-def ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_run_loads_no_mlflow_and_the_next_one_finds_the_scribe_of_the_first(bare: Path) -> None:
@@ -175,7 +118,7 @@ def test_a_killed_driver_is_seen_by_the_scribe_which_closes_its_runs_at_once(bar
 
 def test_what_a_driver_could_not_say_before_it_was_killed_is_read_from_its_journal(bare: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from tests.pipelines.test_scribe import desk_of;"
+        "import os, signal, sys; from pathlib import Path; from tests.pipelines.scribed import desk_of;"
         "from pipelines.dictation import Dictation; from pipelines import desk;"
         "state = Path(sys.argv[1]); store = Dictation(desk_of(state), 'stub'); run = store.start_parent('last', {});"
         "os.kill(desk.running(state)[0]['pid'], signal.SIGSTOP); run.log_metrics({'loss': 0.5}, 7);"
@@ -228,7 +171,7 @@ def test_a_scribe_that_does_not_answer_is_replaced(bare: Path, monkeypatch: pyte
     Dictation(desk_of(bare), "stub").close()
     (one,) = desks.running(bare)
     os.kill(one["pid"], signal.SIGSTOP)
-    monkeypatch.setattr(dictation, "GREETING_S", 1.0)
+    monkeypatch.setattr(conversation, "GREETING_S", 1.0)
     store = Dictation(desk_of(bare), "stub")
     (another,) = desks.running(bare)
     assert another["pid"] != one["pid"]
