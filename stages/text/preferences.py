@@ -1,6 +1,7 @@
 """A better and a worse answer to one prompt. Apart, because files write the prompt in four ways: once for both, in front of
 each answer, both, or nowhere but in the answers."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ class Pair:
 def pair(prompt: Any, chosen: Any, rejected: Any, better: str, worse: str, texts: Texts) -> Pair:
     """`better` and `worse` are the fields' names. What both answers begin with belongs to the prompt. Raises Fault."""
     chosen, rejected, prompt = decoded(chosen, better), decoded(rejected, worse), decoded(prompt, "prompt")
+    if prompt is None and (both := [_transcript(answer) for answer in (chosen, rejected)]) and all(both):
+        chosen, rejected = both
     if isinstance(chosen, str | bytes) and isinstance(rejected, str | bytes):
         found = _of_strings(prompt, texts.take(chosen, better), texts.take(rejected, worse), texts)
     else:
@@ -34,6 +37,17 @@ def pair(prompt: Any, chosen: Any, rejected: Any, better: str, worse: str, texts
     if not found.prompt:
         raise Fault("two_prompts", worse, "no prompt and no beginning in common")
     return found
+
+
+def _transcript(value: Any) -> list[dict[str, str]] | None:
+    """The messages of a chat that is written as one string, as HH-RLHF has it."""
+    if not isinstance(value, str) or not value.startswith("\n\nHuman: "):
+        return None
+    said = re.split(r"\n\n(Human|Assistant):", value)[1:]
+    return [
+        {"role": speaker.lower(), "content": text.removeprefix(" ")}
+        for speaker, text in zip(said[::2], said[1::2], strict=True)
+    ]
 
 
 def _of_strings(prompt: Any, chosen: str, rejected: str, texts: Texts) -> Pair:

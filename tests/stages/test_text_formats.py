@@ -337,10 +337,14 @@ def test_answers_that_begin_with_the_prompt_lose_it_only_where_all_rows_do() -> 
 
 
 def test_what_two_transcripts_have_in_common_is_their_prompt() -> None:
-    row = {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: yeah"}
+    row = {"chosen": "\n\nUser: hi\n\nAssistant: yes", "rejected": "\n\nUser: hi\n\nAssistant: yeah"}
     found = made(row)
-    assert found["messages"] == [user("\n\nHuman: hi\n\nAssistant:")]
+    assert found["messages"] == [user("\n\nUser: hi\n\nAssistant:")]
     assert (found["chosen"], found["rejected"]) == ([assistant(" yes")], [assistant(" yeah")])
+    asked = "\n\nHuman: hi\n\nyou\n\nAssistant: yes?\n\nHuman: Assistant: what?\n\nAssistant:"
+    found = made({"chosen": f"{asked}  good", "rejected": f"{asked} bad"})  # as HH-RLHF writes a whole chat
+    assert found["messages"] == [user("hi\n\nyou"), assistant("yes?"), user("Assistant: what?")]
+    assert (found["chosen"], found["rejected"]) == ([assistant(" good")], [assistant("bad")])
     longer = [user("q"), assistant("a"), user("r")]
     found = made({"chosen": [*longer, assistant("g")], "rejected": [*longer, assistant("b")]})
     assert found["messages"] == longer
