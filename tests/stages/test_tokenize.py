@@ -135,6 +135,7 @@ def test_loss_is_taken_on_completions_and_their_end_alone(
         ("", "no prompt"),
         ("long " * 40, "answer"),
         ("a", f"done{EOS}"),
+        ("", f"alone{EOS}"),
     ]
     given = [(prompt, text, split) for split in ("train", "validation") for prompt, text in rows]
     dataset = tokenize(
@@ -142,11 +143,11 @@ def test_loss_is_taken_on_completions_and_their_end_alone(
     )
     tokenizer = Tokenizer.from_file(str(dataset.local() / "tokenizer" / "tokenizer.json"))
     answers = [tokenizer.decode([label for label in labels if label != -100]) for _, labels in pieces(dataset, "train")]
-    assert sorted(answers) == sorted(["blue", "rld", "o prompt", "answer", "done"])
+    assert sorted(answers) == sorted(["blue", "rld", "o prompt", "answer", "done", "lone"])
     assert all(labels[-1] == ids[-1] == 0 for ids, labels in pieces(dataset, "train"))
     facts = dataset.summary()["train"]
-    assert facts["supervised_bytes"] == len("bluerldo promptanswerdone")
-    assert (facts["first_tokens"], facts["unsupervised_bytes"]) == (1, 1)
+    assert facts["supervised_bytes"] == len("bluerldo promptanswerdonelone")
+    assert (facts["first_tokens"], facts["unsupervised_bytes"]) == (2, 2)
     assert facts["prompt_bytes"] == facts["prompt_tokens"] == 11 + 8 + 200 + 1
     assert facts["dropped_pieces"] == 3 and facts["dropped_tokens"] == 192
 

@@ -25,6 +25,7 @@ from stages.text.shards import CORPUS_SCHEMA, ShardWriter
 from stages.text.templates import Template
 from stages.tokenize import TokenizeConfig, TokenizeResources, tokenize
 from stages.train import train
+from tests.stages.chat_tokenizers import save_tokenizer
 from tests.stages.tiny_model import CHAT_TEMPLATE, save_tiny_model
 from tests.stages.training_jobs import config as train_config
 
@@ -287,7 +288,7 @@ def test_rows_of_real_lengths_are_at_least_97_percent_full_also_of_small_sources
     draw = np.random.default_rng(5)
     lengths = draw.lognormal(4.6, 1.0, 6_000).astype(int)
     rows = [
-        Record(f"{i:06d}", "big" if i % 10 else "small", "text", text="x" * max(1, n)) for i, n in enumerate(lengths)
+        Record(f"{i:06d}", "big" if i % 50 else "small", "text", text="x" * max(1, n)) for i, n in enumerate(lengths)
     ]
     dataset = tokenize(
         settings(vocab_size=257, add_control_tokens=[], chat_template=None, sequence_length=512), make_context(),
@@ -295,6 +296,8 @@ def test_rows_of_real_lengths_are_at_least_97_percent_full_also_of_small_sources
     )  # fmt: skip
     assert dataset.summary()["train"]["utilisation"] >= 0.97
     assert dataset.summary()["validation"]["utilisation"] >= 0.97
+    small = next(source for source in dataset.summary()["sources"] if source["name"] == "small")["train"]
+    assert small["rows"] <= small["tokens"] / 512 + 2  # its windows are packed together
 
 
 def test_a_template_is_known_by_its_content_and_not_by_its_place(tmp_path: Path) -> None:
@@ -398,3 +401,18 @@ def test_two_attempts_in_one_work_directory_leave_each_other_alone(make_context:
     expected, others = files(make_context()), []
     context = replace(make_context(fingerprint="f" * 64), progress=meanwhile)
     assert files(context) == expected and others == [expected] and not list(context.work.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_bpe", "unigram"])
+def test_prompts_and_completions_are_the_text_of_the_file_for_every_kind_of_tokenizer(
+    make_context: MakeContext, tmp_path: Path, kind: str
+) -> None:
+    both = [("hello say", "s the"), ("Q: hi\nA:", " the model"), ("Q: hi\n", "the model")] * 10
+    rows = [Record(f"{i:03d}", "s", "prompt_completion", prompt, text) for i, (prompt, text) in enumerate(both)]
+    base = save_tokenizer(tmp_path / "base", kind, "mistral_v1")
+    (base / "config.json").write_text("{}")
+    config = settings(vocab_size=None, add_control_tokens=[], chat_template=None)
+    dataset = tokenize(config, make_context(), corpus_of(tmp_path / "in", rows), Checkpoint(uri=base.as_uri()))
+    # The space with which such a tokenizer begins a text is taken off by its decoder only when nothing stands before.
+    found = {(text.replace("<s> ", "<s>"), learned) for _, text, learned in documents(dataset)}
+    assert found == {(f"<s>{prompt}{text}</s>", f"{text}</s>") for prompt, text in both}
