@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,17 @@ def _configured(cfg: IngestConfig) -> Iterator[tuple[str, str, SourceConfig]]:
         yield name, f"{name}/", cfg.mix[name]
 
 
+@contextmanager
+def _told_of(name: str, prefix: str) -> Iterator[None]:
+    """What is wrong with a source of a mix is told by the mix's fields."""
+    try:
+        yield
+    except StageError as error:
+        if not prefix:
+            raise
+        raise type(error)(str(error).replace("stages.ingest.source", f"stages.ingest.mix.{name}")) from None
+
+
 def _sources(cfg: IngestConfig, resolver: Resolver) -> Mapping[str, str]:
     """Content digests of files; entity tags of what lies in an object store; a hub's commit."""
     found: dict[str, str] = {}
@@ -95,7 +107,8 @@ def _sources(cfg: IngestConfig, resolver: Resolver) -> Mapping[str, str]:
 
             found[f"{prefix}stdlib"] = docstrings.identity()
         else:
-            files = find(source.path, source.container).files
+            with _told_of(name, prefix):
+                files = find(source.path, source.container).files
             # The source's name is in every row: what is not already in the name of its one file is part of its identity.
             inside = prefix or ("" if [file.name for file in files] == [name] else f"{name}/")
             for file in files:
@@ -109,7 +122,10 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     from stages.text import ingest_report, ingesting
 
     ctx.progress(0.0, "looking for files")
-    sources = [_source(cfg, *each) for each in _configured(cfg)]
+    sources: list[Source] = []
+    for name, prefix, source in _configured(cfg):
+        with _told_of(name, prefix):
+            sources.append(_source(cfg, name, prefix, source))
     resources = cfg.resources
     if not any(source.files for source in sources):
         resources = IngestResources(executor=Executor.inline)
@@ -125,7 +141,8 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     kept = ctx.work / "quarantine.jsonl"
     ingest_report.refuse_above(cfg.max_bad_fraction, numbers["rows"], rules, reports, ctx.output, kept)
     if not numbers["rows"]:
-        raise StageError(f"stages.ingest.source.path={cfg.source.path}: found no rows, wanted at least one")
+        where = f"source.path={cfg.source.path}" if not cfg.mix else f"mix ({', '.join(sorted(cfg.mix))})"
+        raise StageError(f"stages.ingest.{where}: found no rows, wanted at least one")
     again = ingesting.clashing(parts, [report["part"] for report in reports])
     first = ingest_report.where(again, parts)
     _write(reports, resources, parts, ctx)

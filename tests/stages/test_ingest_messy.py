@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from stages.contract import Context, Executor, StageError
-from stages.ingest import IngestConfig, IngestResources, ingest
+from stages.ingest import IngestConfig, IngestResources, _sources, ingest
 from stages.text.files import Container, find
 from stages.text.formats import Format
 from stages.text.source_config import SourceConfig
@@ -366,3 +366,21 @@ def test_an_empty_answer_among_others_is_not_learned() -> None:
     assert fault({"messages": empty[:2]}) == ("no_assistant_turn", "messages", "")
     thought = [user("a"), assistant("", reasoning_content="hm"), user("b"), assistant("c")]
     assert made({"messages": thought})["messages"] == thought
+
+
+def test_a_source_of_a_mix_is_told_by_its_own_fields(make_context: MakeContext, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt;completion\na;b\n")
+    (tmp_path / "b.jsonl").write_bytes(jsonl({"question": "q", "answer": "a"}))
+    for path, said in (
+        (tmp_path / "a.csv", "stages.ingest.mix.mine.delimiter=';'"),
+        (tmp_path / "b.jsonl", "perhaps stages.ingest.mix.mine.prompt_field=question"),
+        (tmp_path / "none.jsonl", "stages.ingest.mix.mine.path: no file or directory"),
+    ):
+        cfg = IngestConfig(mix={"mine": SourceConfig(path=str(path))})
+        with pytest.raises(StageError, match=re.escape(said)):
+            ingest(cfg, make_context("ingest"))
+    with pytest.raises(StageError, match=r"stages.ingest.mix.mine.path: no file or directory"):
+        _sources(cfg, None)  # type: ignore[arg-type]
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    with pytest.raises(StageError, match=r"stages.ingest.mix \(mine\): found no rows"):
+        ingest(IngestConfig(mix={"mine": SourceConfig(path=str(tmp_path / "empty.jsonl"))}), make_context("ingest"))
