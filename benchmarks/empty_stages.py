@@ -2,7 +2,8 @@
 default (multiprocess) executor, from the command line in every arm, whole processes from start to end.
 
 Each step of each tool reads the number that the step before kept, adds one and keeps it in its tool's own way (an artifact of the store,
-a Metaflow artifact, Dagster's default IO manager). Every tool has run once before, so that its databases exist.
+a Metaflow artifact, Dagster's default IO manager). Every tool has run once before, so that its databases exist, and so that ours finds
+the process that keeps MLflow open. What a run takes that does not find it is measured apart, and so is that process's start.
 """
 
 import statistics
@@ -13,6 +14,10 @@ from pathlib import Path
 
 from benchmarks import alternatives, links, machine
 from benchmarks.harness import Bench, Check, Pair, Result, medians
+from pipelines import desk, scribe
+from pipelines.config import AppConfig
+from pipelines.desk import Desk
+from pipelines.dictation import Dictation
 
 STEPS = 5
 RESULTS = {"metaflow": "empty_stages_metaflow", "dagster": "empty_stages_dagster"}
@@ -103,9 +108,13 @@ def run(bench: Bench) -> list[Result]:
         for name, arm in theirs.items():
             bench.say(f"A is {arm.label}, B is ours")
             measured[name] = bench.alternate(bench.pairs(6), arm.run, ours.run)
+        cold, opened = _cold(bench, directory, ours)
         started, whole = _with_ray(bench, directory, on_ray)
         gate = [arm.check() for arm in (ours, *theirs.values())]
         asked_for_ray = on_ray.check()
+        found_cold = Check(
+            "no process kept MLflow open", len(cold) == bench.pairs(6), f"{len(cold)} runs began without one"
+        )
     results = [
         _compared(
             bench,
@@ -127,6 +136,22 @@ def run(bench: Bench) -> list[Result]:
             limit=min(slowest.values()),
             gate=[asked_for_ray],
             details={"steps": STEPS, **slowest},
+        ),
+        bench.value(
+            "empty_cold_stages_seconds",
+            f"How long do {STEPS} empty stages take when no process keeps MLflow open, as after a pause?",
+            unit="s",
+            values=cold,
+            limit=min(slowest.values()),
+            gate=[found_cold],
+            details={"steps": STEPS, **slowest},
+        ),
+        bench.value(
+            "scribe_start_seconds",
+            "How long does the process that keeps MLflow open take until a run can be recorded, once for all runs?",
+            unit="s",
+            values=opened,
+            details={"stays_s": scribe.IDLE_S},
         ),
         bench.value(
             "ray_start_seconds",
@@ -164,6 +189,24 @@ def _ours(directory: Path, verb: str) -> Arm:
         return machine.timed(words, log, machine.clean_environment()).wall_s
 
     return Arm("ours", once, log, f"value {STEPS}")
+
+
+def _cold(bench: Bench, directory: Path, arm: Arm) -> tuple[list[float], list[float]]:
+    """(seconds of each run that starts the scribe itself, seconds of each start of a scribe until its store is open)."""
+    app = AppConfig(name="links", state=str(directory / "state"))
+    runs, starts = [], []
+    for _ in range(bench.pairs(6)):
+        desk.end(app.state_root)
+        if not desk.running(app.state_root):
+            runs.append(arm.run())
+        desk.end(app.state_root)
+        began = time.perf_counter()
+        Dictation(Desk.of(app), app.name).close()
+        starts.append(time.perf_counter() - began)
+    desk.end(app.state_root)
+    arm.run()  # whoever is measured next finds a scribe, as before
+    bench.say(f"cold: {statistics.median(runs):.2f} s, of these {statistics.median(starts):.2f} s until MLflow is open")
+    return runs, starts
 
 
 def _with_ray(bench: Bench, directory: Path, arm: Arm) -> tuple[float, list[float]]:
