@@ -167,7 +167,7 @@ def _refuse_preferences(corpus: Corpus) -> None:
     if PREFERENCE in kinds(corpus.local()):
         raise StageError(
             "the corpus holds preference pairs (chosen, rejected), which tokenize cannot use: connect it to the `pair` "
-            "verb, or ingest them apart from the other rows"
+            "verb (make run pipeline=preferences), or ingest them apart from the other rows"
         )
 
 

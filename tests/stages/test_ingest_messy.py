@@ -369,6 +369,7 @@ def test_an_empty_answer_among_others_is_not_learned() -> None:
 
 
 def test_a_source_of_a_mix_is_told_by_its_own_fields(make_context: MakeContext, tmp_path: Path) -> None:
+    inline = IngestResources(executor=Executor.inline)
     (tmp_path / "a.csv").write_text("prompt;completion\na;b\n")
     (tmp_path / "b.jsonl").write_bytes(jsonl({"question": "q", "answer": "a"}))
     for path, said in (
@@ -376,11 +377,13 @@ def test_a_source_of_a_mix_is_told_by_its_own_fields(make_context: MakeContext, 
         (tmp_path / "b.jsonl", "perhaps stages.ingest.mix.mine.prompt_field=question"),
         (tmp_path / "none.jsonl", "stages.ingest.mix.mine.path: no file or directory"),
     ):
-        cfg = IngestConfig(mix={"mine": SourceConfig(path=str(path))})
+        cfg = IngestConfig(mix={"mine": SourceConfig(path=str(path))}, resources=inline)
         with pytest.raises(StageError, match=re.escape(said)):
             ingest(cfg, make_context("ingest"))
     with pytest.raises(StageError, match=r"stages.ingest.mix.mine.path: no file or directory"):
         _sources(cfg, None)  # type: ignore[arg-type]
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(StageError, match=r"stages.ingest.mix \(mine\): found no rows"):
-        ingest(IngestConfig(mix={"mine": SourceConfig(path=str(tmp_path / "empty.jsonl"))}), make_context("ingest"))
+        ingest(
+            IngestConfig(mix={"mine": SourceConfig(path=f"{tmp_path}/empty.jsonl")}, resources=inline), make_context()
+        )
