@@ -53,7 +53,7 @@ def advised(row: Mapping[str, Any], where: str) -> str:
             return f"the rows may be what stands in {shown([name])}: write that out, one a line"
         if isinstance(name, str) and _has_messages(value, name):
             return f"perhaps {where}.messages_field={name}"
-    found = next((by_name[name] for name in TEXTS if isinstance(row.get(by_name.get(name, "")), str)), None)
+    found = next((by_name[name] for name in TEXTS if name in by_name and isinstance(row[by_name[name]], str)), None)
     return f"perhaps {where}.text_field={found}" if found else ""
 
 

@@ -141,6 +141,7 @@ def test_what_stands_deeper_is_told(make_context: MakeContext, tmp_path: Path) -
         ("b", {"messages": [{"type": "human", "data": {"content": "q"}}]}, "messages (list of object of type, data)"),
         ("c", {"messages": str(CHAT)}, "messages (text)"),
         ("d", {"My secret is 42!": "x"}, "(16 characters) (text)"),
+        ("e", {"": "x"}, "(0 characters) (text)"),
     ):
         (tmp_path / f"{name}.jsonl").write_bytes(jsonl(row))
         said = refusal(make_context, tmp_path / f"{name}.jsonl")
