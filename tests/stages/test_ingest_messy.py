@@ -251,7 +251,8 @@ def test_a_directory_that_may_not_be_opened_is_told_and_not_passed_over(tmp_path
     (root / "closed").mkdir(parents=True)
     for name in ("a.jsonl", "closed/b.jsonl"):
         (root / name).write_bytes(jsonl({"text": "a"}))
-    for directory in (tmp_path, *list(tmp_path.parents)[:3]):
+    modes = {directory: directory.stat().st_mode for directory in (tmp_path, *list(tmp_path.parents)[:3])}
+    for directory in modes:
         directory.chmod(0o755)
     (root / "closed").chmod(0)
     try:
@@ -260,6 +261,8 @@ def test_a_directory_that_may_not_be_opened_is_told_and_not_passed_over(tmp_path
                 find(str(path))
     finally:
         (root / "closed").chmod(0o755)
+        for directory, mode in modes.items():
+            directory.chmod(mode)
 
 
 def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
