@@ -61,7 +61,7 @@ class EvaluateConfig(StageConfig):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-@stage(libraries=("torch", "transformers", "tokenizers", "numpy"), ray=True)
+@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "numpy"), ray=True)
 def evaluate(
     cfg: EvaluateConfig,
     ctx: Context,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Order = dict[str, Any]
 Work = Callable[..., Iterator[pyarrow.Table]]
 ACTOR_RESTARTS = 3
+FACTS_SCHEMA = pyarrow.schema([("facts", pyarrow.string())])
+"""Of the tables in which work tells what it counted: JSON."""
 
 
 class Resources(Protocol):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from stages.text.blocks import FACTS_SCHEMA
 from stages.text.corpus import TRAIN, VALIDATION
 from stages.text.decontaminate import REASON as CONTAMINATED
 from stages.text.duplicates import LEAVES, LEAVES_LATER, STAYS, keys_schema
@@ -23,7 +24,6 @@ from stages.text.shards import CORPUS_SCHEMA, DROPPED_SCHEMA, ShardWriter, Table
 from stages.text.waterfall import Tally
 
 NUMBERS = ("came", "repaired", "leaves", "size")
-FACTS_SCHEMA = pyarrow.schema([("facts", pyarrow.string())])
 SCRATCH_SCHEMA = pyarrow.schema(
     [pyarrow.field(name, pyarrow.string()) for name in (*FIELDS, "reason", "detail", "language", "masked")]
     + [pyarrow.field(name, pyarrow.int64()) for name in NUMBERS]

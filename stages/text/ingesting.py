@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 
+from stages.text.blocks import FACTS_SCHEMA
 from stages.text.chats import Texts
 from stages.text.containers import Repaired, too_long
 from stages.text.faults import Fault
@@ -28,7 +29,6 @@ from stages.text.shards import CHARACTERS_PER_GROUP, ROWS_PER_GROUP, ROWS_SCHEMA
 from stages.text.sources import Source
 from stages.text.tables import row_groups
 
-FACTS_SCHEMA = pyarrow.schema([("facts", pyarrow.string())])
 IDS = np.dtype([("id", np.uint64), ("content", np.uint64), ("part", np.int64), ("row", np.int64)])
 LEAST_BYTES, MOST_BYTES = 64 * 2**10, 64 * 2**20
 """Of one part."""

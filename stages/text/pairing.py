@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 
+from stages.text.blocks import FACTS_SCHEMA
 from stages.text.choices import ControlStrings, LossOn, OverLongPair
 from stages.text.corpus import SPLITS
 from stages.text.record import FIELDS, PREFERENCE, Record
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from stages.serving.model import LoadedModel
 
 ROWS_PER_WINDOW = 512
-FACTS_SCHEMA = pyarrow.schema([("facts", pyarrow.string())])
 _IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 PAIRS_SCHEMA = pyarrow.schema(
     [pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "source")]

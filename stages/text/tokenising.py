@@ -23,8 +23,8 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.parquet
 
+from stages.text.blocks import FACTS_SCHEMA
 from stages.text.choices import ControlStrings, LossOn, OverLong, Packing
-from stages.text.cleaning import FACTS_SCHEMA
 from stages.text.corpus import TRAIN, records, shards
 from stages.text.packing import assemble, pack
 from stages.text.pieces import Document, Pieces

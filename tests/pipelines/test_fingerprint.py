@@ -2,11 +2,13 @@
 
 import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stages
 from pipelines import fingerprint as fp
 from stages.contract import STAGES
 from tests.pipelines.stubs import MakeConfig, StubResources
@@ -79,6 +81,26 @@ def test_library_versions_are_those_that_the_stage_declares() -> None:
 
     env = fp.payload(STAGE, MakeConfig(), 0, {}, {})["env"]
     assert env["pyarrow"] == pyarrow.__version__ and set(env) == {"python", "pyarrow"}
+
+
+WRITES_BYTES = {"ftfy", "jinja2", "phonenumbers", "py3langid", "tokenizers", "torch", "transformers"}
+"""Libraries whose next version may make other text, tokens or numbers of the same input."""
+
+
+def test_a_data_stage_names_each_library_that_its_code_imports_and_whose_version_changes_bytes() -> None:
+    stages.load()
+    root = Path(__file__).parents[2]
+    wanted: dict[str, set[str]] = {}
+    for stage in STAGES.values():
+        if stage.name in ("ingest", "clean", "tokenize", "pair", "generate", "evaluate", "train"):
+            trees = [ast.parse((root / file).read_text("utf-8")) for file in fp.code_digests(stage.function.__module__)]
+            nodes = [node for tree in trees for node in ast.walk(tree)]
+            found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+            wanted[stage.name] = {name.partition(".")[0] for name in found} & WRITES_BYTES
+            assert wanted[stage.name] <= set(stage.libraries), stage.name
+    assert wanted["clean"] == {"ftfy", "phonenumbers", "py3langid"}
+    assert wanted["tokenize"] == {"jinja2", "tokenizers", "transformers"}  # rules of curation make no tokens anew
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:

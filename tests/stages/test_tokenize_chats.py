@@ -296,6 +296,8 @@ def test_rows_of_real_lengths_are_at_least_97_percent_full_also_of_small_sources
     )  # fmt: skip
     assert dataset.summary()["train"]["utilisation"] >= 0.97
     assert dataset.summary()["validation"]["utilisation"] >= 0.97
+    packed = PackedSplit.read(dataset.local(), "train")
+    assert (packed.labels != -100).sum() == dataset.summary()["train"]["supervised_tokens"]
     small = next(source for source in dataset.summary()["sources"] if source["name"] == "small")["train"]
     assert small["rows"] == -(-small["tokens"] // 512)  # 56, the least: what came from three windows is packed together
 
