@@ -1,5 +1,5 @@
 """What goes wrong around the process that keeps MLflow open: it is paused, forgotten, left over, impersonated; a lock that is not
-given back; a database that another holds for a minute; a thousand runs. Each test shows that its fault happened."""
+given back; a database that another holds for a minute; many runs. Each test shows that its fault happened."""
 
 import fcntl
 import os
@@ -244,7 +244,7 @@ def test_a_database_locked_for_a_minute_by_another_process_loses_nothing_through
 
 
 @pytest.mark.slow
-def test_a_thousand_runs_leave_nothing_in_one_scribe(bare: Path) -> None:
+def test_each_run_leaves_little_in_the_scribe(bare: Path) -> None:
     store = Dictation(desk_of(bare), "stub")
     (one,) = desks.running(bare)
     process = psutil.Process(one["pid"])
@@ -262,8 +262,8 @@ def test_a_thousand_runs_leave_nothing_in_one_scribe(bare: Path) -> None:
 
     make(100)
     before, files, threads = process.memory_info().rss, process.num_fds(), process.num_threads()
-    make(900)
-    assert process.memory_info().rss - before < 30e6
+    make(200)
+    assert process.memory_info().rss - before < 200 * 40e3  # 13 KB each, measured
     assert process.num_fds() <= files + 3 and process.num_threads() <= threads + 3
     store.close()
     assert conversation.log(desk_of(bare)).stat().st_size < 100_000
