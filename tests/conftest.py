@@ -13,7 +13,9 @@ from tests import services
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ["RAYKEEL_SCRIBE_IDLE_S"] = "3"  # the processes that keep MLflow open end soon after the test that needed them
+os.environ["RAYKEEL_SCRIBE_IDLE_S"] = (
+    "3"  # the processes that keep MLflow open end soon after the test that needed them
+)
 for leaked in ("RAYKEEL_OVERRIDES", "TEXT", "CONF"):  # `make test` hands make's own words to the tests
     os.environ.pop(leaked, None)
 

@@ -40,7 +40,6 @@ class LoadedModel:
         return backend
 
 
-
 def load_model(directory: Path) -> LoadedModel:
     """Load a Hugging Face layout from disk; StageError names what is missing or wrong. No pickle, no remote code."""
     for pattern in ("config.json", "tokenizer.json", "*.safetensors"):
