@@ -52,6 +52,7 @@ KILLED = "tests/faults/test_driver_killed.py::test_the_same_command_again_finish
 LOST = "tests/faults/test_driver_killed.py::test_what_a_lost_machine_left_running_is_closed_by_the_next_invocation"
 HALF = "tests/faults/test_half_written.py"
 LATE = "tests/faults/test_two_at_once.py::test_a_holder_that_stood_still_cannot_publish_after_its_successor[directory]"
+DATA = "tests/stages"
 
 MUTANTS = (
     # Published exactly once
@@ -486,6 +487,109 @@ MUTANTS = (
         "    return lambda: store.bucket.put(slot.key, json.dumps(seal).encode())\n",
         "    return lambda: store.bucket.delete([e.key for e in slot.files.values()])\n",
         (f"{GC}::test_fences_never_go_down[directory]",),
+    ),
+    # Data
+    Mutant(
+        "any-share-of-bad-rows",
+        "stages/text/ingest_report.py",
+        "    if not bad or bad <= fraction * (bad + good):\n",
+        "    if True:\n",
+        (f"{DATA}/test_ingest.py::test_one_bad_line_in_a_hundred_passes_and_two_do_not",),
+    ),
+    Mutant(
+        "private-text-in-messages",
+        "stages/text/containers.py",
+        'detail=f"column {error.colno}"',
+        'detail=f"column {error.doc}"',
+        (f"{DATA}/test_ingest.py::test_bad_rows_are_quarantined_with_line_and_reason_but_never_their_text",),
+    ),
+    Mutant(
+        "shared-scratch",
+        "stages/ingest.py",
+        'parts = ctx.output / "parts"',
+        'parts = ctx.work / "parts"',
+        (f"{DATA}/test_ingest_repeats.py::test_two_attempts_in_one_work_directory_leave_each_other_alone",),
+    ),
+    Mutant(
+        "clusters-straddle",
+        "stages/text/duplicates.py",
+        "        found.validation[members] = cluster_sides(roots, sides) < np.float64(fraction) * 2**64\n",
+        "",
+        (f"{DATA}/test_clean_curation.py::test_near_duplicates_that_stay_are_on_one_side_and_no_other_row_moves_them",),
+    ),
+    Mutant(
+        "overlap-passes",
+        "stages/clean.py",
+        "    if found.overlap:\n",
+        "    if False:\n",
+        (f"{DATA}/test_clean_curation.py::test_an_overlap_of_the_split_is_seen_and_stops_the_stage",),
+    ),
+    Mutant(
+        "half-contaminated",
+        "stages/text/judging.py",
+        "            if share > self.steps.max_overlap:\n",
+        "            if share > 0.5:\n",
+        (f"{DATA}/test_clean_steps.py::test_no_n_gram_of_an_evaluation_set_survives_whatever_its_format",),
+    ),
+    Mutant(
+        "endless-answers",
+        "stages/text/masks.py",
+        "        labelled[last] = True\n",
+        "",
+        (f"{DATA}/test_text_templates.py::test_what_is_learned_is_each_answer_and_the_end_of_its_turn",),
+    ),
+    Mutant(
+        "stops-nowhere",
+        "stages/training/export.py",
+        "    stops = [*stop_token_ids, *(token for token in stops if token not in stop_token_ids)]\n",
+        "",
+        (
+            f"{DATA}/test_tokenize_chats.py::test_a_model_without_a_template_learns_chats_with_new_tokens_and_is_served_as_it_was_taught",
+        ),
+    ),
+    Mutant(
+        "two-begin-tokens",
+        "stages/text/templates.py",
+        "return self.begin[:0] if np.array_equal(ids[: len(self.begin)], self.begin) else self.begin",
+        "return self.begin",
+        (f"{DATA}/test_text_templates.py::test_the_begin_token_stands_once",),
+    ),
+    Mutant(
+        "typed-control-tokens",
+        "stages/text/rendering.py",
+        "        if self.control.typed(messages, tools):\n",
+        "        if False:\n",
+        (f"{DATA}/test_text_templates_control.py::test_a_user_cannot_open_a_turn",),
+    ),
+    Mutant(
+        "another-prompt-than-the-servers",
+        "stages/text/templates.py",
+        "draft = self.renderer.draft(messages, tools, True, ControlStrings.neutralise)",
+        "draft = self.renderer.draft(messages, tools, False, ControlStrings.neutralise)",
+        (f"{DATA}/test_text_templates_serving.py::test_the_server_feeds_what_training_saw_on_50_conversations[qwen3]",),
+    ),
+    Mutant(
+        "rests-are-lost",
+        "stages/text/pieces.py",
+        "        found[-1] += rest\n",
+        "",
+        (
+            f"{DATA}/test_tokenize_chats.py::test_rows_of_real_lengths_are_at_least_97_percent_full_also_of_small_sources_and_splits",
+        ),
+    ),
+    Mutant(
+        "long-documents-lose-their-end",
+        "stages/text/packing.py",
+        "        return pieces(length, sequence_length)\n",
+        "        return pieces(length, sequence_length)[:1]\n",
+        (f"{DATA}/test_tokenize_chats.py::test_no_token_is_lost_uncounted_whatever_becomes_of_long_documents",),
+    ),
+    Mutant(
+        "equal-shares",
+        "stages/training/sampler.py",
+        "mine = (2 * left * source.weight + weight) // (2 * weight)",
+        "mine = left // len(self.sources)",
+        (f"{DATA}/test_training_sampler.py::test_each_source_has_its_share_at_every_place_of_the_stream",),
     ),
 )
 
