@@ -35,9 +35,12 @@ EACH = [
 """Every template with every kind of tokenizer; the fast suite has each once, and two of them with all."""
 
 
+FOLDERS = tempfile.TemporaryDirectory(prefix="chat-tokenizers-")  # gone when the tests end
+
+
 @functools.cache
 def folder(kind: str, family: str) -> Path:
-    return save_tokenizer(Path(tempfile.mkdtemp(prefix="chat-tokenizer-")), kind, family)
+    return save_tokenizer(Path(FOLDERS.name) / f"{family}-{kind}", kind, family)
 
 
 @functools.cache
