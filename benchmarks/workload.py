@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stages.artifacts import TokenDataset
 from stages.train import TrainConfig, TrainResources
-from stages.training.config import Job, ModelConfig, Recipe
+from stages.training.config import Job, ModelConfig, TokenRecipe
 
 EOS = "<|endoftext|>"
 LENGTH, VOCABULARY = 256, 2048
@@ -44,7 +44,7 @@ def job(dataset: Path, work: Path, steps: int) -> Job:
     """What the stage would hand to the loop."""
     cfg = config(steps)
     return Job(
-        recipe=Recipe(**{name: getattr(cfg, name) for name in Recipe.__dataclass_fields__}),
+        recipe=TokenRecipe(**{name: getattr(cfg, name) for name in TokenRecipe.__dataclass_fields__}),
         model=cfg.model,
         base=None,
         dataset=dataset,

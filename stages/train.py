@@ -22,12 +22,13 @@ from typing import Any
 
 from stages.artifacts import Checkpoint, TokenDataset
 from stages.contract import Context, StageError, StageResources, stage
-from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, Recipe
+from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, TokenRecipe
 from stages.training.preflight import require_cpus
 from stages.training.report import Report
 
 REFUSED, TRACES, PLACED = "refused.txt", "traces", "placement_group"
 POLL_S = 0.25
+POSSIBLY_ZERO = ("max_failures", "retries", "gradient_checkpointing")
 
 
 class Launcher(Enum):
@@ -53,6 +54,14 @@ class TrainResources(StageResources):
     """Packed rows in one forward pass of one worker; less needs less memory."""
     checkpoint_every: int = 100
     """Optimizer steps between resumable checkpoints in the work directory."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay until the stage is done, beside the best one where that is exported."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping what they made: about a third slower, and the memory of
+    one layer instead of all. The result is the same to the last bit."""
+    peak_tflops: float | None = None
+    """What one worker's device multiplies at most, in 10^12 operations a second, in the precision of training: the
+    denominator of the model FLOPs utilisation. null: the data sheet's number of a known GPU, and none for a CPU."""
     max_failures: int = 3
     """How often dead workers are replaced before the stage fails."""
     worker_start_timeout_s: int = 60
@@ -63,7 +72,7 @@ class TrainResources(StageResources):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in asdict(self).items():
-            if name not in ("launcher", "max_failures", "retries") and value <= 0:
+            if isinstance(value, int | float) and name not in POSSIBLY_ZERO and value <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {value}")
         if self.max_failures < 0:
             raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
@@ -76,7 +85,7 @@ class TrainResources(StageResources):
 
 
 @dataclass(kw_only=True)
-class TrainConfig(Recipe):
+class TrainConfig(TokenRecipe):
     """Options in `conf/train/`; model shapes in `conf/model/`."""
 
     model: ModelConfig | None = None
@@ -106,7 +115,7 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
     _require_same_tokenizer(dataset, base)
     _log_datasets(ctx, dataset)
     job = Job(
-        recipe=Recipe(**{name: getattr(cfg, name) for name in Recipe.__dataclass_fields__}),
+        recipe=TokenRecipe(**{name: getattr(cfg, name) for name in TokenRecipe.__dataclass_fields__}),
         model=cfg.model,
         base=base.local() if base else None,
         dataset=dataset.local(),
@@ -115,6 +124,9 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
         golden_prompts=tuple(cfg.golden_prompts),
         micro_batch_rows=cfg.resources.micro_batch_rows,
         checkpoint_every=cfg.resources.checkpoint_every,
+        keep_checkpoints=cfg.resources.keep_checkpoints,
+        gradient_checkpointing=cfg.resources.gradient_checkpointing,
+        peak_tflops=cfg.resources.peak_tflops,
         threads=cfg.resources.threads_per_worker,
     )
     (job.work / REFUSED).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The settings of a model's shape and of how its weights are optimised. Apart and free of torch, so that configs compose
 in milliseconds and every verb that trains shares one set of names, defaults and checks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -52,23 +52,98 @@ class Precision(Enum):
     bfloat16 = "bfloat16"
 
 
+class Shape(Enum):
+    """Course of the learning rate after its linear rise."""
+
+    cosine = "cosine"
+    linear = "linear"
+    wsd = "wsd"
+    constant = "constant"
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """The learning rate over the optimizer steps, as shares of all of them and of its peak."""
+
+    shape: Shape = Shape.cosine
+    """After the warm-up: `cosine` or `linear` from the peak to the minimum; `wsd` (warm-up, stable, decay) stays at the peak
+    and falls linearly at the end; `constant` stays at the peak."""
+    warmup_ratio: float = 0.05
+    """Share of all steps over which the learning rate rises linearly to its peak, which the last of them has."""
+    decay_ratio: float = 0.2
+    """Share of all steps, at the end, over which `wsd` falls; the other shapes have no use for it."""
+    minimum_ratio: float = 0.1
+    """Learning rate of the last step, as a share of the peak; `constant` has no use for it."""
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_ratio", "decay_ratio", "minimum_ratio"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"schedule.{name} must be from 0 to 1, got {value}")
+        if self.shape is Shape.wsd:
+            both = self.warmup_ratio + self.decay_ratio
+            _require(both <= 1, f"schedule.warmup_ratio and decay_ratio must be at most 1 together, got {both:g}")
+
+
+class Algorithm(Enum):
+    """How a gradient becomes a step."""
+
+    adamw = "adamw"
+    adafactor = "adafactor"
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """What takes the steps."""
+
+    name: Algorithm = Algorithm.adamw
+    """`adamw` keeps 8 bytes for each trained number. `adafactor` keeps rows and columns of the second moment alone, a few
+    bytes for a thousand numbers; its learning rate is relative to the size of a matrix (3e-2 to 1e-1 do what AdamW's 1e-3
+    to 3e-3 do)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+
+    def __post_init__(self) -> None:
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be from 0 to below 1, got {getattr(self, name)}")
+
+
+@dataclass(kw_only=True)
+class EarlyStopping:
+    """When training ends before its length."""
+
+    patience: int = 3
+    """Passes over the validation split, one after another, that may bring nothing better before training stops."""
+    min_delta: float = 0.0
+    """What a validation loss (nats a token) must be below the best one to count as better."""
+
+    def __post_init__(self) -> None:
+        _require(self.patience >= 1, f"early_stopping.patience must be at least 1, got {self.patience}")
+        _require(self.min_delta >= 0, f"early_stopping.min_delta must be 0 or more, got {self.min_delta}")
+
+
+class Weights(Enum):
+    """Which weights of a run are its result."""
+
+    last = "last"
+    best = "best"
+
+
 @dataclass(kw_only=True)
 class Recipe(StageConfig):
     """How weights are optimised: what every training verb has in common. Exactly one of max_steps, max_tokens and epochs
     says how long; time is never a unit of training."""
 
     learning_rate: float = 1e-3
-    """Peak of the cosine schedule."""
-    min_learning_rate_ratio: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
-    warmup_ratio: float = 0.05
-    """Share of all steps over which the learning rate rises linearly to its peak."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay (AdamW) of matrices; norms, biases and embeddings have none."""
-    adam_beta1: float = 0.9
-    """Decay of AdamW's first moment."""
-    adam_beta2: float = 0.95
-    """Decay of AdamW's second moment."""
+    """Peak of the schedule."""
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate of each step."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """What takes the steps."""
     max_grad_norm: float = 1.0
     """Gradients with a larger global L2 norm are scaled down to it."""
     max_steps: int | None = None
@@ -84,18 +159,17 @@ class Recipe(StageConfig):
     multiply it (avx512_bf16, AMX) and slower on others; weights, loss, optimizer and validation stay float32."""
     validate_every: int = 100
     """Optimizer steps between passes over the whole validation split; the last step always has one. 0: only the last."""
-    max_skipped_steps: int = 3
+    early_stopping: EarlyStopping | None = None
+    """Ends training when the validation loss has stopped to fall; null: never. Needs validate_every."""
+    export: Weights = Weights.last
+    """`last`: the weights after the last step. `best`: those of the lowest validation loss; needs validate_every."""
+    max_nonfinite_steps: int = 3
     """Steps with a non-finite loss or gradient are skipped on all workers together; one more than this stops training."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("min_learning_rate_ratio", "warmup_ratio"):
-            value = getattr(self, name)
-            _require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
-        for name in ("adam_beta1", "adam_beta2"):
-            _require(0 <= getattr(self, name) < 1, f"{name} must be from 0 to below 1, got {getattr(self, name)}")
-        for name in ("weight_decay", "validate_every", "max_skipped_steps"):
+        for name in ("validate_every", "max_nonfinite_steps"):
             _require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
         _require(self.tokens_per_step >= 1, f"tokens_per_step must be at least 1, got {self.tokens_per_step}")
         lengths = {n: getattr(self, n) for n in ("max_steps", "max_tokens", "epochs") if getattr(self, n) is not None}
@@ -105,6 +179,8 @@ class Recipe(StageConfig):
         )
         for name, value in lengths.items():
             _require(value > 0, f"{name} must be above 0, got {value}")
+        for name, asked in (("early_stopping", self.early_stopping), ("export: best", self.export is Weights.best)):
+            _require(not asked or self.validate_every > 0, f"{name} needs validate_every above 0, got 0: set it")
 
     def rows_per_step(self, sequence_length: int) -> int:
         """Packed rows in one optimizer step over all workers."""
@@ -142,6 +218,12 @@ class Job:
     """Optimizer steps between resumable checkpoints."""
     threads: int
     """Threads of one worker's tensor operations."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay, beside the best one where that is exported."""
+    gradient_checkpointing: bool = False
+    """Layers are computed again in the backward pass instead of kept."""
+    peak_tflops: float | None = None
+    """What one worker's device multiplies at most, in 10^12 operations a second."""
 
 
 GOLDEN_PROMPTS = ("The ", "Return ", "import os\n", "def ")

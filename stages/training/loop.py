@@ -1,8 +1,8 @@
 """The training loop: one process of one world, whoever launched it. Apart from `train.py`, because it imports neither ray
 nor torchrun, so that the same body runs under either and can be compared, debugged and tested as a function.
 
-Each rank computes which rows a step has, takes its share, and divides its summed loss by the number of supervised tokens
-of the whole step. Everything random is a function of seed and step, so that a checkpoint needs no random state.
+Each rank computes which rows a step has, takes its share, and divides its summed loss by the weight of the whole step
+(supervised tokens, or pairs). Everything random is a function of seed and step, so that a checkpoint needs no random state.
 """
 
 import json
@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from stages.artifacts import TokenDataset
 from stages.contract import StageError
-from stages.text.packed import PackedSplit
-from stages.training import checkpoints, model, optimizer
+from stages.training import checkpoints, optimizer
 from stages.training.config import Job, Precision
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
-from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
-from stages.training.sampler import RowSampler, mix
+from stages.training.loss import Batch
+from stages.training.objective import Int64, objective_of, split
 from stages.training.world import World, environment, joined, repeatable
 
 
@@ -59,26 +57,9 @@ class Training:
         self.job, self.world, self.on_line = job, world, on_line
         job.work.mkdir(parents=True, exist_ok=True)
         self.writer = Writer(job.work / METRICS) if world.rank == 0 else None
-        self.facts = TokenDataset(uri=job.dataset.resolve().as_uri()).summary()
-        self.split = PackedSplit.read(job.dataset, "train")
-        self.validation = PackedSplit.read(job.dataset, "validation")
-        self.model = _model(job, self.facts, self.split.input_ids.shape[1])
-        model.require_isolation(self.model, self.facts["vocab_size"])
-        self.loss = SummedLoss(self.model)
-        self.optimizer = optimizer.adamw(
-            self.model, job.recipe.weight_decay, (job.recipe.adam_beta1, job.recipe.adam_beta2)
-        )
-        length = self.split.input_ids.shape[1]
-        self.sampler = RowSampler(
-            rows=len(self.split),
-            rows_per_step=job.recipe.rows_per_step(length),
-            total_rows=job.recipe.total_rows(len(self.split), length),
-            seed=job.seed,
-            sources=mix(
-                self.split.sources, {source["name"]: source["weight"] for source in self.facts.get("sources", [])}
-            ),
-        )
-        self.supervised = supervised_tokens(self.split)
+        self.objective = objective_of(job, world)
+        self.model, self.sampler = self.objective.model, self.objective.sampler
+        self.optimizer = optimizer.made(self.model, job.recipe.optimizer)
         self.tokens = self.skipped = 0
         self.last: dict[str, Any] = {}
         self.clock = time.monotonic()
@@ -101,12 +82,12 @@ class Training:
             self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
             self.line(event=f"resumed from step {step}")
         self.model.train()
-        self.ddp: Any = self.loss
+        self.ddp: Any = self.objective.module
         if self.world.size > 1:
-            self.ddp = DistributedDataParallel(self.loss, forward_sync_buffers=False, gradient_as_bucket_view=True)
+            self.ddp = DistributedDataParallel(self.ddp, forward_sync_buffers=False, gradient_as_bucket_view=True)
             # DDP regroups its gradient buckets after its first backward pass. That pass is taken here, on nothing, so
             # that a resumed run sums gradients in the same groups as the undisturbed one.
-            self.ddp(**weightless(self.split)).backward()
+            split(self.ddp(**self.objective.weightless()))[0].backward()
             self.optimizer.zero_grad(set_to_none=False)
         self.clock = time.monotonic()
         return step
@@ -116,68 +97,61 @@ class Training:
         recipe, steps = self.job.recipe, self.sampler.steps
         torch.manual_seed(int(np.random.SeedSequence([self.job.seed, step, self.world.rank]).generate_state(1)[0]))
         rows = self.sampler.step(step)
-        supervised = int(self.supervised[rows].sum())
-        total = self._backward(rows, supervised)
-        loss = self.world.sum(total) / max(supervised, 1)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm))
-        rate = optimizer.learning_rate(
-            step, steps, recipe.learning_rate, recipe.min_learning_rate_ratio, recipe.warmup_ratio
-        )
+        weight, tokens = self.objective.weight(rows), self.objective.tokens(rows)
+        sums = {name: self.world.sum(value) / max(weight, 1) for name, value in self._backward(rows, weight).items()}
+        loss = sums["loss"]
+        norm = optimizer.clip(self.model, recipe.max_grad_norm)
+        rate = optimizer.learning_rate(step, steps, recipe.learning_rate, recipe.schedule)
         # Loss and gradients are sums over all ranks by now, so every rank decides the same without asking.
-        if supervised and math.isfinite(loss) and math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+        if weight and math.isfinite(loss) and math.isfinite(norm):
+            optimizer.take(self.optimizer, rate)
             self.last["train_loss"] = loss
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=self.world.size == 1)
-        self.tokens += supervised
-        self._report(step + 1, supervised, loss=loss, learning_rate=rate, grad_norm=norm)
-        if self.skipped > recipe.max_skipped_steps:
+        self.tokens += tokens
+        self._report(step + 1, tokens, **sums, learning_rate=rate, grad_norm=norm)
+        if self.skipped > recipe.max_nonfinite_steps:
             raise StageError(
                 f"step {step + 1}: loss {loss}, gradient norm {norm}; {self.skipped} steps were not finite or had no "
-                f"supervised token, max_skipped_steps is {recipe.max_skipped_steps}; lower learning_rate (now "
+                f"supervised token, max_nonfinite_steps is {recipe.max_nonfinite_steps}; lower learning_rate (now "
                 f"{recipe.learning_rate:g}) or look at the data set"
             )
         if (step + 1) % self.job.checkpoint_every == 0 or step + 1 == steps:
             self._checkpoint(step + 1)
 
-    def _backward(self, rows: np.ndarray[Any, np.dtype[np.int64]], supervised: int) -> float:
-        """Gradients of the step's mean loss over all its supervised tokens; returns this rank's summed loss in nats."""
+    def _backward(self, rows: Int64, weight: int) -> dict[str, float]:
+        """Gradients of the step's mean loss; returns what this rank adds to the sums of the step, `loss` among them."""
         # DDP averages over ranks, so the factor world.size turns its mean of sums into the sum that was wanted.
-        scale = self.world.size / max(supervised, 1)
-        total = 0.0
+        scale = self.world.size / max(weight, 1)
+        sums: dict[str, float] = {}
         batches = list(self._batches(rows[self.world.rank :: self.world.size]))
         for index, micro in enumerate(batches):
             accumulate = self.world.size > 1 and index < len(batches) - 1
             with self.ddp.no_sync() if accumulate else nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.job.recipe.precision is Precision.bfloat16):
-                    loss = self.ddp(**micro)
+                    loss, shown = split(self.ddp(**micro))
                 (loss * scale).backward()
-            total += float(loss.detach())
-        return total
+            for name, value in ({"loss": loss.detach()} | shown).items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
 
-    def _batches(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[Batch]:
+    def _batches(self, rows: Int64) -> Iterator[Batch]:
         size = self.job.micro_batch_rows
         for first in range(0, len(rows), size):
-            yield batch(self.split, rows[first : first + size])
+            yield self.objective.batch(rows[first : first + size])
         if not len(rows):
-            yield weightless(self.split)
+            yield self.objective.weightless()
 
-    def validate(self) -> float:
-        """Mean loss over every supervised token of the validation split: a sum over a sum, whatever the batches."""
-        rows = np.arange(self.world.rank, len(self.validation), self.world.size)
-        total = self.world.sum(summed(self.loss, self.validation, rows, self.job.micro_batch_rows))
-        return total / max(int(supervised_tokens(self.validation).sum()), 1)
-
-    def _report(self, step: int, supervised: int, **values: float) -> None:
+    def _report(self, step: int, tokens: int, **values: float) -> None:
         now = time.monotonic()
-        speed, self.clock = supervised / (now - self.clock), now
+        speed, self.clock = tokens / (now - self.clock), now
         values |= {"tokens": self.tokens, "tokens_per_second": speed, "skipped": self.skipped}
         every = self.job.recipe.validate_every
         if step == self.sampler.steps or (every and step % every == 0):
-            values["validation_loss"] = self.last["validation_loss"] = self.validate()
+            found = self.objective.validate(self.world)
+            values |= found
+            self.last |= found
             self.clock = time.monotonic()
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self.line(step=step, steps=self.sampler.steps, at=time.time(), **finite)
@@ -210,48 +184,9 @@ class Training:
             "skipped_steps": self.skipped,
             "train_loss": self.last.get("train_loss"),
             "validation_loss": self.last.get("validation_loss"),
-            "sequence_length": self.facts["sequence_length"],
         }
-        if self.sampler.sources:
-            summary["sources"] = self._realised()
-        probe = self.validation.input_ids[:1, :128]
-        stops = self.facts.get("stop_token_ids", [self.facts["eos_token_id"]])
-        export(self.model, self.job, summary, stop_token_ids=stops, probe=probe)
-
-    def _realised(self) -> dict[str, dict[str, float]]:
-        """What training drew from each source of a mix: rows, their share of all rows, passes over the source."""
-        counts = self.sampler.realised()
-        return {
-            source.name: {
-                "rows": counts[source.name],
-                "share": round(counts[source.name] / self.sampler.total_rows, 6),
-                "epochs": round(counts[source.name] / len(source.rows), 4),
-            }
-            for source in self.sampler.sources
-        }
-
-
-def _model(job: Job, facts: dict[str, Any], sequence_length: int) -> Any:
-    vocabulary = facts["vocab_size"]
-    if job.base is not None:
-        loaded = model.load(job.base)
-        if facts.get("added_tokens"):
-            model.widen(loaded, vocabulary)
-        if loaded.config.vocab_size < vocabulary:
-            raise StageError(
-                f"the data set's tokenizer has {vocabulary} tokens, the base model {loaded.config.vocab_size}; "
-                "tokenize with the base model's tokenizer (connect it to the tokenize stage)"
-            )
-    else:
-        assert job.model is not None
-        loaded = model.build(job.model, vocab_size=vocabulary, eos_token_id=facts["eos_token_id"], seed=job.seed)
-    longest = getattr(loaded.config, "max_position_embeddings", sequence_length)
-    if sequence_length > longest:
-        raise StageError(
-            f"sequences are {sequence_length} tokens long, the model takes {longest}; lower the tokenize stage's "
-            "sequence_length or raise model.max_position_embeddings"
-        )
-    return loaded
+        stops, probe = self.objective.export_facts()
+        export(self.model, self.job, summary | self.objective.summary(), stop_token_ids=stops, probe=probe)
 
 
 def _record_environment(job: Job, world: World) -> None:

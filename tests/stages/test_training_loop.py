@@ -11,7 +11,7 @@ import torch
 from stages.contract import StageError
 from stages.text.packed import PackedSplit
 from stages.training.checkpoints import STATE
-from stages.training.config import ModelConfig, Precision
+from stages.training.config import ModelConfig, Precision, Schedule
 from stages.training.loop import Training, run
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
@@ -56,10 +56,10 @@ def test_accumulated_gradients_equal_one_mean_over_unpacked_documents(data, tmp_
     training = Training(job(cfg, data, tmp_path), World(0, 1), lambda: None)
     training.resume()
     rows = np.arange(8)
-    supervised = training.supervised[rows]
+    supervised = training.objective.supervised[rows]
     assert len(set(supervised.tolist())) > 1, "the rows must be uneven for this to prove anything"
-    loss, wanted = alone_gradients(training.model, training.split, rows)
-    total = training._backward(rows, int(supervised.sum()))
+    loss, wanted = alone_gradients(training.model, training.objective.split, rows)
+    total = training._backward(rows, int(supervised.sum()))["loss"]
     assert total / supervised.sum() == pytest.approx(loss, abs=1e-6)
     difference = max(float((p.grad - w).abs().max()) for p, w in zip(training.model.parameters(), wanted, strict=True))
     assert difference < 1e-6
@@ -177,8 +177,8 @@ def test_another_seed_trains_another_model(data, undisturbed, tmp_path):
 
 
 def test_steps_that_are_not_finite_stop_training_with_the_numbers(data, tmp_path):
-    cfg = config(learning_rate=1e30, warmup_ratio=0.0, max_skipped_steps=2)
-    with pytest.raises(StageError, match=r"3 steps were not finite.*max_skipped_steps is 2; lower learning_rate"):
+    cfg = config(learning_rate=1e30, schedule=Schedule(warmup_ratio=0.0), max_nonfinite_steps=2)
+    with pytest.raises(StageError, match=r"3 steps were not finite.*max_nonfinite_steps is 2; lower learning_rate"):
         run(job(cfg, data, tmp_path))
     lines = tiny.lines(tmp_path / "metrics.jsonl")
     assert lines[-1]["skipped"] == 3
@@ -188,8 +188,10 @@ def test_steps_that_are_not_finite_stop_training_with_the_numbers(data, tmp_path
 def test_a_step_without_a_supervised_token_is_skipped(data, tmp_path):
     training = Training(job(config(), data, tmp_path), World(0, 1), lambda: None)
     training.resume()
-    training.supervised[:] = 0
-    training.split = replace(training.split, labels=np.full_like(training.split.labels, -100))
+    training.objective.supervised[:] = 0
+    training.objective.split = replace(
+        training.objective.split, labels=np.full_like(training.objective.split.labels, -100)
+    )
     before = [p.detach().clone() for p in training.model.parameters()]
     training.step(0)
     assert training.skipped == 1
@@ -202,9 +204,11 @@ def test_validation_loss_does_not_depend_on_the_batch(data, tmp_path):
         cfg = config(resources={"micro_batch_rows": size})
         training = Training(job(cfg, data, tmp_path / str(size)), World(0, 1), lambda: None)
         training.resume()
-        values.append(training.validate())
+        values.append(training.objective.validate(training.world)["validation_loss"])
     assert max(values) - min(values) < 1e-6
-    wanted, _ = alone_gradients(training.model, training.validation, range(len(training.validation)))
+    wanted, _ = alone_gradients(
+        training.model, training.objective.validation, range(len(training.objective.validation))
+    )
     assert values[0] == pytest.approx(wanted, abs=1e-6)
     assert values[0] == pytest.approx(np.log(257), abs=0.1), "random weights know nothing"
 

@@ -9,7 +9,7 @@ import transformers
 
 from stages.contract import StageError
 from stages.training import model
-from stages.training.config import ModelConfig, Recipe
+from stages.training.config import ModelConfig, TokenRecipe
 from stages.training.optimizer import adamw, learning_rate
 from stages.training.sampler import RowSampler
 from tests.stages.training_jobs import SHAPE
@@ -62,7 +62,7 @@ def test_the_ranks_share_a_step_without_gap_or_double(world):
 
 def test_lengths_are_whole_steps():
     def total(**length) -> int:
-        return Recipe(tokens_per_step=1024, **length).total_rows(rows=37, sequence_length=128)
+        return TokenRecipe(tokens_per_step=1024, **length).total_rows(rows=37, sequence_length=128)
 
     assert total(max_steps=3) == 24
     assert total(max_tokens=1024 * 3 + 1) == 32
@@ -86,7 +86,7 @@ def test_lengths_are_whole_steps():
 )
 def test_impossible_recipes_name_the_field(values, message):
     with pytest.raises(ValueError, match=message):
-        Recipe(**values)
+        TokenRecipe(**values)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import multiprocessing
 
 from stages.artifacts import Checkpoint, TokenDataset
 from stages.train import Launcher, TrainConfig, TrainResources
-from stages.training.config import Job, ModelConfig, Recipe
+from stages.training.config import Job, ModelConfig, TokenRecipe
 from stages.training.follow import Follower
 from tests.stages import tiny_dataset as tiny
 
@@ -40,7 +40,7 @@ def config(
 
 def job(cfg: TrainConfig, data: TokenDataset, work: Path, *, seed: int = 0, base: Checkpoint | None = None) -> Job:
     """The loop's view of a config."""
-    recipe = Recipe(**{name: getattr(cfg, name) for name in Recipe.__dataclass_fields__})
+    recipe = TokenRecipe(**{name: getattr(cfg, name) for name in TokenRecipe.__dataclass_fields__})
     return Job(
         recipe=recipe,
         model=cfg.model,
