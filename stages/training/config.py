@@ -126,6 +126,49 @@ class EarlyStopping:
         _require(self.min_delta >= 0, f"early_stopping.min_delta must be 0 or more, got {self.min_delta}")
 
 
+ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the output head."""
+
+
+@dataclass(kw_only=True)
+class Adapter:
+    """LoRA: the base keeps its weights, and what is trained is a correction of low rank to each chosen matrix."""
+
+    r: int = 8
+    """Rank of a correction: r * (rows + columns) numbers are trained for a matrix of rows * columns."""
+    alpha: int = 16
+    """Scale of the corrections: they are multiplied by alpha / r."""
+    dropout: float = 0.0
+    """Share of a correction's inputs that is zeroed in training. What is drawn follows seed, step and rank, and so also the
+    number of workers and the micro-batch."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Last names of the matrices that are corrected (`q_proj`, ...); `all-linear` alone: all but the output head."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Last names of modules that are trained in full beside the corrections: `embed_tokens` when tokens were added."""
+    ensure_weight_tying: bool = False
+    """Where the base shares one matrix between embedding and head, keep it shared when either stands in modules_to_save;
+    otherwise the two part, and the exported model is larger by one of them."""
+    merge: bool = True
+    """Export a model that stands alone, its corrections added to the base's matrices. false: export the corrections and the
+    identity of the base, which must then be there, unchanged, wherever the model is loaded."""
+
+    def __post_init__(self) -> None:
+        for name in ("r", "alpha"):
+            _require(getattr(self, name) >= 1, f"adapter.{name} must be at least 1, got {getattr(self, name)}")
+        _require(0 <= self.dropout < 1, f"adapter.dropout must be from 0 to below 1, got {self.dropout}")
+        _require(bool(self.target_modules), f"adapter.target_modules must name a module, got none; [{ALL_LINEAR}] is all")
+        _require(
+            ALL_LINEAR not in self.target_modules or len(self.target_modules) == 1,
+            f"adapter.target_modules must be [{ALL_LINEAR}] or names of modules, got both",
+        )
+        both = sorted(set(self.target_modules) & set(self.modules_to_save))
+        _require(not both, f"adapter.modules_to_save must not repeat target_modules, got {', '.join(both)} in both")
+        _require(
+            not self.ensure_weight_tying or bool(self.modules_to_save),
+            "adapter.ensure_weight_tying must be false without modules_to_save: nothing else parts tied matrices",
+        )
+
+
 class Weights(Enum):
     """Which weights of a run are its result."""
 
@@ -144,6 +187,8 @@ class Recipe(StageConfig):
     """The learning rate of each step."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """What takes the steps."""
+    adapter: Adapter | None = None
+    """LoRA: only corrections to the base's matrices are trained. null: all weights. Needs a base."""
     max_grad_norm: float = 1.0
     """Gradients with a larger global L2 norm are scaled down to it."""
     max_steps: int | None = None
