@@ -178,8 +178,8 @@ class Weights(Enum):
 
 @dataclass(kw_only=True)
 class Recipe(StageConfig):
-    """How weights are optimised: what every training verb has in common. Exactly one of max_steps, max_tokens and epochs
-    says how long; time is never a unit of training."""
+    """How weights are optimised: what every training verb has in common. Exactly one length (max_steps, epochs, ...) is set;
+    time is never a unit of training."""
 
     learning_rate: float = 1e-3
     """Peak of the schedule."""
@@ -193,12 +193,8 @@ class Recipe(StageConfig):
     """Gradients with a larger global L2 norm are scaled down to it."""
     max_steps: int | None = None
     """Length of training in optimizer steps."""
-    max_tokens: int | None = None
-    """Length of training in tokens of packed rows, rounded up to whole steps."""
     epochs: float | None = None
     """Length of training in passes over the training split, rounded up to whole steps."""
-    tokens_per_step: int = 8192
-    """Tokens of packed rows in one optimizer step over all workers, rounded to whole rows (at least one)."""
     precision: Precision = Precision.float32
     """Number format of matrix products in the training steps. bfloat16 is 1.3 to 1.5 times as fast on processors that
     multiply it (avx512_bf16, AMX) and slower on others; weights, loss, optimizer and validation stay float32."""
@@ -216,16 +212,30 @@ class Recipe(StageConfig):
             _require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}")
         for name in ("validate_every", "max_nonfinite_steps"):
             _require(getattr(self, name) >= 0, f"{name} must be 0 or more, got {getattr(self, name)}")
-        _require(self.tokens_per_step >= 1, f"tokens_per_step must be at least 1, got {self.tokens_per_step}")
-        lengths = {n: getattr(self, n) for n in ("max_steps", "max_tokens", "epochs") if getattr(self, n) is not None}
+        known = [name for name in ("max_steps", "max_tokens", "epochs") if hasattr(self, name)]
+        lengths = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
         _require(
             len(lengths) == 1,
-            f"set exactly one of max_steps, max_tokens, epochs, got {lengths or 'none'}; set the others to null",
+            f"set exactly one of {', '.join(known)}, got {lengths or 'none'}; set the others to null",
         )
         for name, value in lengths.items():
             _require(value > 0, f"{name} must be above 0, got {value}")
         for name, asked in (("early_stopping", self.early_stopping), ("export: best", self.export is Weights.best)):
             _require(not asked or self.validate_every > 0, f"{name} needs validate_every above 0, got 0: set it")
+
+
+@dataclass(kw_only=True)
+class TokenRecipe(Recipe):
+    """Of next-token training on packed rows."""
+
+    max_tokens: int | None = None
+    """Length of training in tokens of packed rows, rounded up to whole steps."""
+    tokens_per_step: int = 8192
+    """Tokens of packed rows in one optimizer step over all workers, rounded to whole rows (at least one)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.tokens_per_step >= 1, f"tokens_per_step must be at least 1, got {self.tokens_per_step}")
 
     def rows_per_step(self, sequence_length: int) -> int:
         """Packed rows in one optimizer step over all workers."""
