@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from stages.artifacts import TokenDataset
-from stages.train import TrainConfig, TrainResources
+from stages.train import TrainConfig
 from stages.training.config import Job, ModelConfig, TokenRecipe
+from stages.training.resources import TrainResources
 
 EOS = "<|endoftext|>"
 LENGTH, VOCABULARY = 256, 2048

@@ -105,7 +105,7 @@ def test_threads_of_a_worker_still_follow_its_cpus(ray_session: None) -> None:
     import ray
 
     seen = ray.get(ray.remote(num_cpus=2)(lambda: os.environ.get("OMP_NUM_THREADS")).remote())
-    assert seen == "2", "Ray leaves OMP_NUM_THREADS alone now: see _torchrun_environment in stages/train.py"
+    assert seen == "2", "Ray leaves OMP_NUM_THREADS alone now: see _torchrun_environment in stages/launching/launch.py"
 
 
 # Data
@@ -144,7 +144,7 @@ def test_an_unplaceable_group_of_workers_is_still_asked_for_without_end() -> Non
     from ray.train import FailureConfig
 
     assert FailureConfig().controller_failure_limit == -1, (
-        "Ray Train gives up by itself now: the limit in stages/train.py may go (the preflight stays: it names the fix)"
+        "Ray Train gives up by itself now: the limit in stages/launching/launch.py may go (the preflight stays: it names the fix)"
     )
 
 
@@ -153,7 +153,7 @@ def test_fit_still_takes_ctrl_c_for_itself() -> None:
 
     source = inspect.getsource(DataParallelTrainer._register_sigint_handler)
     assert "signal.signal(signal.SIGINT" in source and "sys.exit(0)" in source, (
-        "fit() leaves Ctrl-C to its caller now: the task and the subclass around it in stages/train.py may go"
+        "fit() leaves Ctrl-C to its caller now: the task and the subclass around it in stages/launching/launch.py may go"
     )
 
 
@@ -166,7 +166,7 @@ def test_failures_of_code_are_still_retried_like_failures_of_machines() -> None:
         "relax_collectives_on_preemption", "preemption_grace_s",
     }  # fmt: skip
     assert fields <= known, (
-        f"Ray Train has {fields - known}: can it stop at an error of code? Then _refuse in stages/train.py goes"
+        f"Ray Train has {fields - known}: can it stop at an error of code? Then _refuse in stages/launching/launch.py goes"
     )
 
 
@@ -203,13 +203,13 @@ def test_a_run_still_loses_its_metrics_without_a_checkpoint_and_inherits_one_by_
         )
         return trainer.fit().metrics
 
-    assert metrics("without") is None, "metrics survive now: stages/train.py could use ray.train.report"
+    assert metrics("without") is None, "metrics survive now: stages/launching/launch.py could use ray.train.report"
     assert calls.read_text() == "without unset starts\n", (
-        "Ray Train sets what torchrun sets: see _torchrun_environment in stages/train.py"
+        "Ray Train sets what torchrun sets: see _torchrun_environment in stages/launching/launch.py"
     )
     assert metrics("with") == metrics("with") == {"loss": 1.0}
     assert calls.read_text().splitlines()[1:] == ["with unset starts", "with unset inherits"], (
-        "a run no longer continues another of its name: stages/train.py may name its runs for people"
+        "a run no longer continues another of its name: stages/launching/launch.py may name its runs for people"
     )
 
 

@@ -109,7 +109,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         _require(self.weight_decay >= 0, f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be from 0 to below 1, got {getattr(self, name)}")
+            _require(
+                0 <= getattr(self, name) < 1, f"optimizer.{name} must be from 0 to below 1, got {getattr(self, name)}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -156,7 +158,9 @@ class Adapter:
         for name in ("r", "alpha"):
             _require(getattr(self, name) >= 1, f"adapter.{name} must be at least 1, got {getattr(self, name)}")
         _require(0 <= self.dropout < 1, f"adapter.dropout must be from 0 to below 1, got {self.dropout}")
-        _require(bool(self.target_modules), f"adapter.target_modules must name a module, got none; [{ALL_LINEAR}] is all")
+        _require(
+            bool(self.target_modules), f"adapter.target_modules must name a module, got none; [{ALL_LINEAR}] is all"
+        )
         _require(
             ALL_LINEAR not in self.target_modules or len(self.target_modules) == 1,
             f"adapter.target_modules must be [{ALL_LINEAR}] or names of modules, got both",
@@ -257,6 +261,8 @@ class Job:
     """One training run as the loop sees it: the same for every rank and for every launcher."""
 
     recipe: Recipe
+    verb: str = "train"
+    """The stage, as messages name its fields."""
     model: ModelConfig | None
     """Shape of a model to start from random weights; None when `base` is given."""
     base: Path | None

@@ -16,9 +16,10 @@ import transformers
 
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
-from stages.train import Launcher, TrainResources, train
+from stages.train import train
 from stages.training.config import GOLDEN_PROMPTS
 from stages.training.loop import run
+from stages.training.resources import Launcher, TrainResources
 from tests.stages import tiny_dataset as tiny
 from tests.stages.training_jobs import config, job, losses, once_seen, two_processes
 

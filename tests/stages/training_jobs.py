@@ -14,9 +14,10 @@ from typing import Any
 from torch import multiprocessing
 
 from stages.artifacts import Checkpoint, TokenDataset
-from stages.train import Launcher, TrainConfig, TrainResources
+from stages.train import TrainConfig
 from stages.training.config import Job, ModelConfig, TokenRecipe
 from stages.training.follow import Follower
+from stages.training.resources import Launcher, TrainResources
 from tests.stages import tiny_dataset as tiny
 
 SHAPE = {

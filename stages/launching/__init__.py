@@ -1,0 +1,1 @@
+"""Who starts the processes that train, and what becomes of them."""

@@ -1,0 +1,62 @@
+"""How training is computed: settings that never change its result. Apart and free of torch, because every verb that trains
+has the same."""
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from stages.contract import StageResources
+
+POSSIBLY_ZERO = ("max_failures", "retries")
+
+
+class Launcher(Enum):
+    """Who starts the training processes."""
+
+    ray = "ray"
+    inline = "inline"
+
+
+@dataclass(kw_only=True)
+class TrainResources(StageResources):
+    """How training is computed; none of it changes the result beyond rounding."""
+
+    launcher: Launcher = Launcher.ray
+    """`ray`: Ray Train workers. `inline`: one process, this one; for debugging and comparison."""
+    workers: int = 2
+    """Data-parallel workers under `ray`, one process each; `inline` always has one."""
+    cpus_per_worker: float = 1.0
+    """Logical CPUs that Ray reserves for each worker."""
+    threads_per_worker: int = 1
+    """Threads of one worker's tensor operations (also OMP_NUM_THREADS)."""
+    micro_batch_rows: int = 8
+    """Packed rows in one forward pass of one worker; less needs less memory."""
+    checkpoint_every: int = 100
+    """Optimizer steps between resumable checkpoints in the work directory."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay until the stage is done, beside the best one where that is exported."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping what they made: about a third slower, and the memory of
+    one layer instead of all. The result is the same to the last bit."""
+    peak_tflops: float | None = None
+    """What one worker's device multiplies at most, in 10^12 operations a second, in the precision of training: the
+    denominator of the model FLOPs utilisation. null: the data sheet's number of a known GPU, and none for a CPU."""
+    max_failures: int = 3
+    """How often dead workers are replaced before the stage fails."""
+    worker_start_timeout_s: int = 60
+    """Seconds that workers may take to be placed."""
+    collective_timeout_s: int = 120
+    """Seconds that a worker may wait for the others before the attempt counts as failed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in asdict(self).items():
+            if type(value) in (int, float) and name not in POSSIBLY_ZERO and value <= 0:
+                raise ValueError(f"resources.{name} must be above 0, got {value}")
+        if self.max_failures < 0:
+            raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
+
+    def inline(self) -> bool:
+        return self.launcher is Launcher.inline
+
+    def cpus_wanted(self) -> float:
+        return self.workers * self.cpus_per_worker if self.launcher is Launcher.ray else float(self.threads_per_worker)
