@@ -36,9 +36,11 @@ class TrainConfig(TokenRecipe):
             raise ValueError("model must be null when the base input is connected: the base brings its own shape")
         if "base" not in connected and self.model is None:
             raise ValueError("model must be set (for instance model=llama_1m) when no base input is connected")
+        if "base" not in connected and self.adapter is not None:
+            raise ValueError("adapter must be null when no base input is connected: corrections need something to correct")
 
 
-@stage(libraries=("torch", "transformers", "tokenizers", "safetensors", "numpy"), ray=True)
+@stage(libraries=("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft"), ray=True)
 def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoint | None = None) -> Checkpoint:
     """Packed sequences in, a checkpoint out. Resumes by itself from what an earlier attempt left in `ctx.work`."""
     cfg.check(frozenset({"base"} if base else ()))
@@ -48,6 +50,7 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
         recipe=TokenRecipe(**{name: getattr(cfg, name) for name in TokenRecipe.__dataclass_fields__}),
         model=cfg.model,
         base=base.local() if base else None,
+        base_digest=base.digest if base else "",
         dataset=dataset.local(),
         work=ctx.work.resolve(),
         seed=ctx.seed,

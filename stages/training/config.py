@@ -267,6 +267,8 @@ class Job:
     """Shape of a model to start from random weights; None when `base` is given."""
     base: Path | None
     """Directory of the checkpoint to start from."""
+    base_digest: str = ""
+    """Content digest of `base`, by which an exported adapter finds it again."""
     dataset: Path
     """Directory of the TokenDataset."""
     work: Path

@@ -14,6 +14,7 @@ import transformers
 
 from stages.artifacts import Checkpoint
 from stages.contract import StageError
+from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job
 from stages.training.decode import generate, top_logprobs
@@ -31,12 +32,12 @@ def export(
     directory = job.work / "export"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    model.eval()
-    settle_generation(model, stop_token_ids)
-    model.save_pretrained(directory)
+    ids = torch.from_numpy(probe.astype(np.int64))
+    facts = {"parameters": models.parameters(model), "trained_parameters": adapters.trained(model)}
+    model = _written(model.eval(), job, directory, stop_token_ids, ids)
     shutil.copytree(job.dataset / "tokenizer", directory, dirs_exist_ok=True)
-    reloaded = models.load(directory)
-    found = difference(model, reloaded, torch.from_numpy(probe.astype(np.int64)))
+    reloaded = models.load(directory, job.base)
+    found = difference(model, reloaded, ids)
     if found != 0:
         raise StageError(f"{directory}: reloaded logits differ by {found:.3g} from those in memory, wanted exactly 0")
     unknown = set(stop_token_ids) - set(stop_tokens(reloaded))
@@ -45,8 +46,36 @@ def export(
             f"{directory}: the reloaded model does not stop at {sorted(unknown)}, with which its texts end"
         )
     write_golden(directory, reloaded, job.golden_prompts)
-    facts = {"architecture": type(model).__name__, "parameters": models.parameters(model)}
-    Checkpoint.write(directory, summary | facts | {"vocab_size": model.config.vocab_size})
+    facts |= {"architecture": type(model).__name__, "vocab_size": model.config.vocab_size}
+    Checkpoint.write(directory, summary | facts)
+
+
+def _written(model: Any, job: Job, directory: Path, stop_token_ids: Sequence[int], ids: torch.Tensor) -> Any:
+    """Write the weights; returns the model as whoever loads them has it. Of an adapted one the corrections are merged into the
+    base, in memory whatever leaves; StageError when that changes the logits on `ids`."""
+    if not adapters.is_attached(model):
+        settle_generation(model, stop_token_ids)
+        model.save_pretrained(directory)
+        return model
+    assert job.recipe.adapter is not None and job.base is not None
+    settle_generation(model.get_base_model(), stop_token_ids)
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+    if not job.recipe.adapter.merge:
+        adapters.save(model, directory, adapters.identity(job.base, job.base_digest, model.config.vocab_size))
+    merged = adapters.merge(model)
+    with torch.no_grad():
+        found = float((merged(input_ids=ids, use_cache=False).logits - before).abs().max() / before.abs().max())
+    if not found < adapters.MERGE_LIMIT:
+        raise StageError(
+            f"{directory}: merging the adapter changes logits by {found:.2g} of the largest, wanted below "
+            f"{adapters.MERGE_LIMIT}; set adapter.merge=false to keep it apart"
+        )
+    if job.recipe.adapter.merge:
+        merged.save_pretrained(directory)
+    else:
+        merged.generation_config.save_pretrained(directory)
+    return merged
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

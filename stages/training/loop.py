@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stages.contract import StageError
-from stages.training import checkpoints, optimizer
+from stages.training import adapters, checkpoints, optimizer
 from stages.training.config import Job, Precision
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
@@ -77,7 +77,7 @@ class Training:
             step = state["step"]
             if state["sampler"] != self.sampler.state(step):
                 raise StageError(f"{found}: was written by another recipe; remove {self.job.work} and run again")
-            self.model.load_state_dict(state["model"])
+            adapters.restore(self.model, state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
             self.line(event=f"resumed from step {step}")
@@ -167,7 +167,7 @@ class Training:
             state = {
                 "step": step,
                 "sampler": self.sampler.state(step),
-                "model": self.model.state_dict(),
+                "model": adapters.state(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "tokens": self.tokens,
                 "skipped": self.skipped,

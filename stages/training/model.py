@@ -9,6 +9,7 @@ import transformers
 
 from stages.contract import StageError
 from stages.text.packed import positions
+from stages.training import adapters
 from stages.training.config import ModelConfig
 
 LEAK_LIMIT = 1e-4
@@ -43,14 +44,29 @@ def initialise(config: Any, seed: int) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def load(directory: Path) -> Any:
+def load(directory: Path, base: Path | None = None) -> Any:
     """The model in a directory of Hugging Face layout, float32 whatever it was saved in (version 5 takes the saved
-    dtype by default), safetensors alone, no code of the model's own."""
+    dtype by default), safetensors alone, no code of the model's own. An adapter is merged into its base, which is looked for
+    beside it unless `base` says where it is."""
     _quiet()
+    if adapters.is_adapter(directory):
+        return adapters.merge(adapted(directory, base)).eval()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
     return model.eval()
+
+
+def adapted(directory: Path, base: Path | None = None) -> Any:
+    """An adapter on its base, not merged."""
+    found, known = adapters.base_of(directory, base)
+    model = load(found)
+    widen(model, known["vocab_size"])
+    model = adapters.read(model, directory)
+    settings = transformers.GenerationConfig.from_pretrained(directory)
+    whole = model.get_base_model()
+    whole.generation_config, whole.config.eos_token_id = settings, settings.eos_token_id
+    return model
 
 
 def widen(model: Any, vocab_size: int) -> None:
@@ -82,6 +98,9 @@ def leak(model: Any, vocab_size: int) -> float:
     alone = torch.arange(second)[None]
     was_training = model.training
     model.train()  # the mode that takes the gradient: it has leaked where evaluation did not
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()  # an adapter's: it draws for each length anew
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         together = model(input_ids=ids, position_ids=packed, attention_mask=None, use_cache=False).logits[0, first:]

@@ -14,6 +14,7 @@ import torch
 from stages.artifacts import TokenDataset
 from stages.contract import StageError
 from stages.text.packed import PackedSplit
+from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job, TokenRecipe
 from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
@@ -132,6 +133,7 @@ def _model(job: Job, facts: dict[str, Any], sequence_length: int) -> Any:
     if job.base is not None:
         loaded = models.load(job.base)
         if facts.get("added_tokens"):
+            adapters.require_trained_rows(loaded, job.recipe.adapter, vocabulary)
             models.widen(loaded, vocabulary)
         if loaded.config.vocab_size < vocabulary:
             raise StageError(
@@ -147,4 +149,4 @@ def _model(job: Job, facts: dict[str, Any], sequence_length: int) -> Any:
             f"sequences are {sequence_length} tokens long, the model takes {longest}; lower the tokenize stage's "
             "sequence_length or raise model.max_position_embeddings"
         )
-    return loaded
+    return loaded if job.recipe.adapter is None else adapters.attach(loaded, job.recipe.adapter, job.seed)
