@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from stages.contract import StageError
 from stages.text.templates import Template
+from stages.training import adapters
+from stages.training import model as models
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,9 @@ def load_model(directory: Path) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        model, facts = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        model, facts = _weights(directory, config)
+    except StageError:
+        raise
     except Exception as error:  # transformers and safetensors raise a dozen kinds for a broken directory
         raise StageError(f"{directory}: the model does not load ({type(error).__name__}: {error})") from error
     if facts["missing_keys"]:  # transformers would fill them with random numbers and only warn
@@ -75,6 +71,22 @@ def load_model(directory: Path) -> LoadedModel:
     vocab_size = int(model.get_input_embeddings().num_embeddings)
     template = Template.of_model(directory)
     return LoadedModel(model, tokenizer, int(context_length), vocab_size, eos_ids, start_id, template)
+
+
+def _weights(directory: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    """(the model, what loading it found); of an adapter the base with its corrections merged."""
+    if adapters.is_adapter(directory):
+        return models.load(directory), {"missing_keys": ()}
+    model, facts = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    return model, facts
 
 
 def _ids(value: int | Iterable[int] | None) -> list[int]:

@@ -33,7 +33,7 @@ def export(
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     ids = torch.from_numpy(probe.astype(np.int64))
-    facts = {"parameters": models.parameters(model), "trained_parameters": adapters.trained(model)}
+    facts: dict[str, Any] = {"parameters": models.parameters(model), "trained_parameters": adapters.trained(model)}
     model = _written(model.eval(), job, directory, stop_token_ids, ids)
     shutil.copytree(job.dataset / "tokenizer", directory, dirs_exist_ok=True)
     reloaded = models.load(directory, job.base)

@@ -46,6 +46,7 @@ def job(cfg: TrainConfig, data: TokenDataset, work: Path, *, seed: int = 0, base
         recipe=recipe,
         model=cfg.model,
         base=base.local() if base else None,
+        base_digest=base.digest if base else "",
         dataset=data.local(),
         work=work,
         seed=seed,
