@@ -37,7 +37,9 @@ class TrainConfig(TokenRecipe):
         if "base" not in connected and self.model is None:
             raise ValueError("model must be set (for instance model=llama_1m) when no base input is connected")
         if "base" not in connected and self.adapter is not None:
-            raise ValueError("adapter must be null when no base input is connected: corrections need something to correct")
+            raise ValueError(
+                "adapter must be null when no base input is connected: corrections need something to correct"
+            )
 
 
 @stage(libraries=("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft"), ray=True)
@@ -55,12 +57,7 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
         work=ctx.work.resolve(),
         seed=ctx.seed,
         golden_prompts=tuple(cfg.golden_prompts),
-        micro_batch_rows=cfg.resources.micro_batch_rows,
-        checkpoint_every=cfg.resources.checkpoint_every,
-        keep_checkpoints=cfg.resources.keep_checkpoints,
-        gradient_checkpointing=cfg.resources.gradient_checkpointing,
-        peak_tflops=cfg.resources.peak_tflops,
-        threads=cfg.resources.threads_per_worker,
+        **cfg.resources.of_job(),
     )
     made = launch(cfg.resources, ctx, job)
     for source, drawn in made.summary().get("sources", {}).items():

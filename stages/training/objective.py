@@ -18,6 +18,8 @@ from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job, TokenRecipe
 from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
+from stages.training.pair_recipe import PairRecipe
+from stages.training.preferences import Preferences
 from stages.training.sampler import RowSampler, mix
 from stages.training.world import World
 
@@ -57,8 +59,8 @@ class Objective(Protocol):
 
 
 def objective_of(job: Job, world: World) -> Objective:
-    """The objective that the recipe names."""
-    return NextTokens(job, world)
+    """The objective that the recipe is of."""
+    return Preferences(job, world) if isinstance(job.recipe, PairRecipe) else NextTokens(job, world)
 
 
 def split(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -3,6 +3,7 @@ has the same."""
 
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 from stages.contract import StageResources
 
@@ -54,6 +55,11 @@ class TrainResources(StageResources):
                 raise ValueError(f"resources.{name} must be above 0, got {value}")
         if self.max_failures < 0:
             raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
+
+    def of_job(self) -> dict[str, Any]:
+        """What of this the loop is told: fields of `stages.training.config.Job`."""
+        names = ("micro_batch_rows", "checkpoint_every", "keep_checkpoints", "gradient_checkpointing", "peak_tflops")
+        return {name: getattr(self, name) for name in names} | {"threads": self.threads_per_worker}
 
     def inline(self) -> bool:
         return self.launcher is Launcher.inline

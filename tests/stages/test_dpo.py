@@ -1,0 +1,343 @@
+"""Preference optimisation: the loss against known values, a plain loop and another library's curve; the reference that never
+moves; ranks, accumulation and resume."""
+
+import copy
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from stages.artifacts import Checkpoint, PairDataset
+from stages.contract import StageError
+from stages.dpo import DpoConfig, dpo
+from stages.training import model as models
+from stages.training.config import Adapter, Job, Schedule, Shape
+from stages.training.dpo_loss import SHOWN, log_probabilities, padded, sigmoid_loss
+from stages.training.loop import Training, run
+from stages.training.pair_recipe import PairRecipe, ReferenceFrom
+from stages.training.resources import Launcher, TrainResources
+from stages.training.world import World
+from tests.stages import tiny_dataset as tiny
+from tests.stages import tiny_pairs
+from tests.stages.test_training_loop import curve, run_until
+from tests.stages.tiny_pairs import BASE_DIGEST
+from tests.stages.training_jobs import losses, two_processes
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny sums; more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Checkpoint:
+    return tiny_pairs.base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, base) -> PairDataset:
+    return tiny_pairs.dataset(tmp_path_factory.mktemp("plain"), base)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, base) -> PairDataset:
+    return tiny_pairs.dataset(tmp_path_factory.mktemp("stored"), base, stored=True)
+
+
+def config(*, resources: dict[str, Any] | None = None, **values: Any) -> DpoConfig:
+    """Twelve steps of six pairs, four to an epoch."""
+    given = {"micro_batch_rows": 4, "checkpoint_every": 4} | (resources or {})
+    values = {"max_steps": STEPS, "pairs_per_step": 6, "learning_rate": 1e-3, "validate_every": 5} | values
+    return DpoConfig(resources=TrainResources(launcher=Launcher.inline, **given), **values)
+
+
+def job(cfg: DpoConfig, data: PairDataset, base: Checkpoint, work: Path, seed: int = 0) -> Job:
+    return Job(
+        recipe=PairRecipe(**{name: getattr(cfg, name) for name in PairRecipe.__dataclass_fields__}),
+        verb="dpo", model=None, base=base.local(), base_digest=base.digest, dataset=data.local(), work=work, seed=seed,
+        golden_prompts=tuple(cfg.golden_prompts), **cfg.resources.of_job(),
+    )  # fmt: skip
+
+
+def started(cfg: DpoConfig, data: PairDataset, base: Checkpoint, work: Path) -> Training:
+    training = Training(job(cfg, data, base, work), World(0, 1), lambda: None)
+    training.resume()
+    return training
+
+
+def steps(work: Path) -> list[dict[str, Any]]:
+    return [line for line in tiny.lines(work / "metrics.jsonl") if "step" in line]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "beta", "smoothing", "wanted"),
+    [
+        ([[-7.0], [-9.0]], [[-7.0], [-9.0]], 0.1, 0.0, 0.693147),
+        ([[-7.0], [-9.0]], [[-10.0], [-2.0]], 0.1, 0.0, 0.313262),  # log ratios 3 and -7: h = 10
+        ([[-7.0], [-9.0]], [[-10.0], [-2.0]], 0.1, 0.1, 0.9 * 0.313262 + 0.1 * 1.313262),
+        ([[-7.0], [-9.0]], [[-10.0], [-2.0]], 0.5, 0.0, 0.006715),
+    ],
+)
+def test_the_loss_has_its_known_values(policy, reference, beta, smoothing, wanted):
+    given = torch.tensor(policy), torch.tensor(reference), torch.ones(1)
+    loss, shown = sigmoid_loss(*given, beta=beta, label_smoothing=smoothing)
+    assert float(loss) == pytest.approx(wanted, abs=1e-6)
+    ratio = given[0] - given[1]
+    assert float(shown["reward_margin"]) == pytest.approx(float(beta * (ratio[0] - ratio[1])[0]))
+    assert float(shown["drift"]) == pytest.approx(float((ratio**2).mean() / 2))
+    assert float(shown["reward_accuracy"]) == float(ratio[0, 0] > ratio[1, 0])
+    assert tuple(shown) == SHOWN
+
+
+def test_log_probabilities_are_sums_over_the_answer_alone_whatever_stands_beside_it(base):
+    model = transformers.LlamaForCausalLM.from_pretrained(base.local()).eval()
+    rows = tiny_pairs.rows(5, seed=9)
+    prompts, answers = [row[0] for row in rows], [row[1] for row in rows]
+    given = padded([np.array(p, np.int32) for p in prompts], [np.array(a, np.int32) for a in answers])
+    with torch.no_grad():
+        found = log_probabilities(model, **given)
+    wanted = [tiny_pairs.alone(model, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert found.tolist() == pytest.approx(wanted, abs=1e-4)
+    assert [int((row != -100).sum()) for row in given["labels"]] == list(map(len, answers))
+
+
+@pytest.mark.parametrize("source", [None, ReferenceFrom.copy, ReferenceFrom.columns, ReferenceFrom.adapter_off])
+def test_training_begins_at_ln_2_with_no_reward_and_the_reference_never_moves(data, stored, base, tmp_path, source):
+    adapter = Adapter(modules_to_save=["lm_head"], dropout=0.3) if source is ReferenceFrom.adapter_off else None
+    cfg = config(reference=source, adapter=adapter, learning_rate=3e-3, max_steps=8)
+    training = started(cfg, stored if source is ReferenceFrom.columns else data, base, tmp_path)
+    plain = transformers.LlamaForCausalLM.from_pretrained(base.local()).eval()
+    for step in range(8):
+        training.step(step)
+    training.writer.close()
+    first, *_, last = steps(tmp_path)
+    assert first["loss"] == pytest.approx(math.log(2), abs=2e-6)
+    for name in ("reward_chosen", "reward_rejected", "reward_margin", "drift"):
+        assert first[name] == pytest.approx(0.0, abs=2e-5)
+    assert abs(last["reward_margin"]) > 0.05 and last["drift"] > 0.1  # the policy has moved
+    pairs = training.objective.pairs
+    given = pairs.batch(np.arange(3), stored=False)
+    wanted = [
+        tiny_pairs.alone(plain, pairs.prompts[row].tolist(), answers[row].tolist())
+        for answers in (pairs.chosen, pairs.rejected)
+        for row in range(3)
+    ]
+    if source is ReferenceFrom.columns:
+        found = pairs.reference[:, :3].flatten()
+    else:
+        with torch.no_grad():
+            found = training.objective.module.reference(given["input_ids"], given["labels"])
+    assert found.tolist() == pytest.approx(wanted, abs=1e-4)
+
+
+def plain_curve(base: Checkpoint, pairs, sampler, cfg: DpoConfig) -> list[float]:
+    """Preference optimisation in its fewest words: one pair at a time, one mean a step, torch's AdamW at a constant rate."""
+    policy = transformers.LlamaForCausalLM.from_pretrained(base.local()).eval()
+    reference = copy.deepcopy(policy)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=cfg.learning_rate, weight_decay=0.0, betas=(cfg.optimizer.beta1, cfg.optimizer.beta2)
+    )
+    curve = []
+    for step in range(sampler.steps):
+        each = []
+        for row in sampler.step(step):
+            ratios = []
+            for answers in (pairs.chosen, pairs.rejected):
+                ids = torch.tensor(np.concatenate([pairs.prompts[row], answers[row]]), dtype=torch.long)[None]
+                first = len(pairs.prompts[row])
+                of_policy, of_reference = (
+                    model(input_ids=ids).logits[0, first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None]).sum()
+                    for model in (policy, reference)
+                )
+                ratios.append(of_policy - of_reference.detach())
+            each.append(-torch.nn.functional.logsigmoid(cfg.beta * (ratios[0] - ratios[1])))
+        loss = torch.stack(each).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        curve.append(loss.item())
+    return curve
+
+
+CONSTANT = Schedule(shape=Shape.constant, warmup_ratio=0.0)
+
+
+def test_the_first_twenty_losses_are_those_of_a_plain_loop(data, base, tmp_path):
+    cfg = config(max_steps=20, pairs_per_step=4, schedule=CONSTANT)
+    given = job(cfg, data, base, tmp_path)
+    training = started(cfg, data, base, tmp_path / "unused")
+    training.writer.close()
+    run(given)
+    wanted = plain_curve(base, training.objective.pairs, training.sampler, cfg)
+    found = list(losses(tmp_path).values())
+    assert len(found) == 20 and wanted[-1] < 0.5
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("micro_batch_rows", [1, 5])
+def test_gradients_do_not_depend_on_how_a_step_is_cut(data, base, tmp_path, micro_batch_rows):
+    def gradients(size: int, name: str) -> tuple[float, list[torch.Tensor]]:
+        training = started(config(resources={"micro_batch_rows": size}, max_steps=4), data, base, tmp_path / name)
+        with torch.no_grad():  # away from the reference, where pairs weigh differently
+            for number, parameter in enumerate(training.model.parameters()):
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.02
+                )
+        total = training._backward(np.arange(7), 7)["loss"]
+        training.writer.close()
+        return total, [parameter.grad.clone() for parameter in training.model.parameters()]
+
+    (whole, wanted), (parts, found) = gradients(7, "whole"), gradients(micro_batch_rows, "parts")
+    assert parts == pytest.approx(whole, abs=1e-5)
+    assert max(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_that_was_cut_off_goes_on_bitwise(data, base, tmp_path, step):
+    whole, cut = (job(config(), data, base, tmp_path / name) for name in ("whole", "cut"))
+    run(whole)
+    run_until(cut, step)
+    run(cut)
+    assert curve(cut.work) == curve(whole.work) and len(curve(whole.work)) == STEPS
+    assert tiny.tree(cut.work / "export") == tiny.tree(whole.work / "export")
+
+
+def test_dropout_is_off_in_policy_and_reference(tmp_path):
+    model = tiny_pairs.base(tmp_path, dropout=0.5)
+    data = tiny_pairs.dataset(tmp_path, model)
+    run(job(config(max_steps=1, validate_every=0), data, model, tmp_path / "work"))
+    assert steps(tmp_path / "work")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "work" / "export")
+    assert exported.attention_dropout == 0.5  # later training finds its setting
+
+
+def test_validation_is_a_mean_over_all_pairs_whatever_the_batches(data, base, tmp_path):
+    found = []
+    for size in (1, 3, 7):
+        training = started(config(resources={"micro_batch_rows": size}), data, base, tmp_path / str(size))
+        training.step(0)
+        training.writer.close()
+        found.append(training.objective.validate(training.world))
+    assert {f"validation_{name}" for name in ("loss", *SHOWN)} == set(found[0])
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-4)
+
+
+def test_the_stage_learns_what_is_preferred_and_exports_it(data, base, tmp_path, make_context):
+    ctx = make_context("dpo")
+    made = dpo(config(max_steps=30, learning_rate=3e-3), ctx, data, base)
+    summary = made.summary()
+    assert summary["steps"] == 30 and summary["reference_digest"] == base.digest and summary["beta"] == 0.1
+    last = steps(ctx.work)[-1]
+    assert last["validation_loss"] < 0.5 and last["validation_reward_accuracy"] > 0.8
+    assert last["validation_reward_margin"] > 0.5
+    logged = ctx.tracker.metrics
+    assert (
+        len(logged["reward_margin"]) == 30
+        and logged["validation_reward_accuracy"][-1] == last["validation_reward_accuracy"]
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_process_trains(data, base, tmp_path):
+    uneven = config(pairs_per_step=7)  # one rank has 4 pairs, the other 3
+    starved = config(max_steps=None, epochs=7 / 24)  # one pair in the last step: one rank has none
+    cases = {"uneven": uneven, "starved": starved}
+    two_processes(*(job(cfg, data, base, tmp_path / f"{name}-2") for name, cfg in cases.items()))
+    for name, cfg in cases.items():
+        run(job(cfg, data, base, tmp_path / f"{name}-1"))
+        two, one = (steps(tmp_path / f"{name}-{size}") for size in (2, 1))
+        assert len(two) == len(one)
+        for ours, theirs in zip(two, one, strict=True):
+            for value in ("loss", "grad_norm", "reward_margin", "reward_accuracy", "drift", "tokens"):
+                assert ours[value] == pytest.approx(theirs[value], abs=1e-4), value
+        assert two[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_without_an_adapter_and_with_one_go_on_bitwise(data, base, tmp_path):
+    adapted = config(adapter=Adapter(r=4))
+    half, whole = (
+        job(config(max_steps=STEPS), data, base, tmp_path / "whole"),
+        job(adapted, data, base, tmp_path / "adapted"),
+    )
+    two_processes(half, whole)
+    first = {given.work: curve(given.work) for given in (half, whole)}
+    for given in (half, whole):  # as if it had been killed after its newest checkpoint but one
+        newest = sorted((given.work / "checkpoints").iterdir())[-1]
+        shutil.rmtree(newest)
+    two_processes(half, whole)
+    for given in (half, whole):
+        assert curve(given.work) == first[given.work] and len(first[given.work]) == STEPS
+
+
+def test_an_adapter_with_which_the_base_came_belongs_to_the_reference(data, base, tmp_path):
+    """Tuned by an adapter alone, then preferred: the reference is the tuned model, not what lies beneath it."""
+    tuned_on = config(adapter=Adapter(r=4, merge=False), learning_rate=3e-2, max_steps=6)
+    run(job(tuned_on, data, base, tmp_path / "tuned"))
+    folder = tmp_path / BASE_DIGEST
+    folder.symlink_to(base.local())  # beside the adapter, where a store keeps it
+    shutil.copytree(tmp_path / "tuned" / "export", tmp_path / "adapter")
+    tuned = Checkpoint(uri=(tmp_path / "adapter").as_uri(), digest="ad" * 32)
+    training = started(config(adapter=Adapter(r=2), max_steps=1), data, tuned, tmp_path / "on top")
+    training.step(0)
+    training.writer.close()
+    assert steps(tmp_path / "on top")[0]["loss"] == pytest.approx(math.log(2), abs=2e-6)
+    pairs = training.objective.pairs
+    given = pairs.batch(np.arange(2), stored=False)
+    with torch.no_grad():
+        found = training.objective.module.reference(given["input_ids"], given["labels"])[:2].tolist()
+    ids = [(pairs.prompts[row].tolist(), pairs.chosen[row].tolist()) for row in range(2)]
+    beneath, whole = (models.load(where) for where in (base.local(), tmp_path / "adapter"))
+    assert found == pytest.approx([tiny_pairs.alone(whole, *one) for one in ids], abs=1e-4)
+    assert abs(found[0] - tiny_pairs.alone(beneath, *ids[0])) > 0.1
+
+
+def test_what_does_not_fit_is_refused_with_its_remedy(data, stored, base, tmp_path, make_context):
+    other = tiny_pairs.base(tmp_path, seed=4)
+    with pytest.raises(
+        StageError, match=r"stored log-probabilities are of model babababababa.*connect one base to pair and dpo"
+    ):
+        dpo(config(), make_context("dpo"), stored, replace(other, digest="cc" * 32))
+    with pytest.raises(StageError, match=r"stores no log-probabilities of a reference; choose pair=reference"):
+        dpo(config(reference=ReferenceFrom.columns), make_context("dpo"), data, base)
+    (other.local() / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        StageError, match=r"another tokenizer than the base model's; connect the base to the pair stage too"
+    ):
+        dpo(config(), make_context("dpo"), data, other)
+    lonely = tiny_pairs.dataset(tmp_path / "lonely", base, validation=0)
+    shutil.rmtree(lonely.local() / "validation")
+    with pytest.raises(
+        StageError, match=r"no pairs in its validation split; give more rows or a larger validation share"
+    ):
+        dpo(config(), make_context("dpo"), lonely, base)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"beta": 0.0}, "beta must be above 0, got 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing must be from 0 to below 0.5, got 0.5"),
+        ({"pairs_per_step": 0}, "pairs_per_step must be at least 1, got 0"),
+        ({"reference": ReferenceFrom.adapter_off}, "reference must not be adapter_off without an adapter"),
+        ({"golden_prompts": [""]}, "golden_prompts must be texts"),
+        ({"epochs": 1.0}, "set exactly one of max_steps, epochs, got"),
+    ],
+)
+def test_impossible_values_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        config(**values)
