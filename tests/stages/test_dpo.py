@@ -244,19 +244,21 @@ def test_the_stage_learns_what_is_preferred_and_exports_it(data, base, tmp_path,
     last = steps(ctx.work)[-1]
     assert last["validation_loss"] < 0.5 and last["validation_reward_accuracy"] > 0.8
     assert last["validation_reward_margin"] > 0.5
-    logged = ctx.tracker.metrics
-    assert (
-        len(logged["reward_margin"]) == 30
-        and logged["validation_reward_accuracy"][-1] == last["validation_reward_accuracy"]
-    )
+    logged = {(name, step): value for name, value, step in ctx.tracker.metrics}
+    assert {step for name, step in logged if name == "reward_margin"} == set(range(1, 31))
+    assert logged["validation_reward_accuracy", 30] == last["validation_reward_accuracy"]
+    assert ("validation", data.digest, "validation") in ctx.tracker.datasets
 
 
 @pytest.mark.slow
-def test_two_ranks_train_what_one_process_trains(data, base, tmp_path):
-    uneven = config(pairs_per_step=7)  # one rank has 4 pairs, the other 3
-    starved = config(max_steps=None, epochs=7 / 24)  # one pair in the last step: one rank has none
-    cases = {"uneven": uneven, "starved": starved}
-    two_processes(*(job(cfg, data, base, tmp_path / f"{name}-2") for name, cfg in cases.items()))
+def test_two_ranks_train_what_one_process_trains_and_go_on_bitwise(data, base, tmp_path):
+    cases = {
+        "uneven": config(pairs_per_step=7),  # one rank has 4 pairs, the other 3
+        "starved": config(max_steps=None, epochs=7 / 24),  # one pair in the last step: one rank has none
+        "adapted": config(adapter=Adapter(r=4)),
+    }
+    of_two = {name: job(cfg, data, base, tmp_path / f"{name}-2") for name, cfg in cases.items()}
+    two_processes(*of_two.values())
     for name, cfg in cases.items():
         run(job(cfg, data, base, tmp_path / f"{name}-1"))
         two, one = (steps(tmp_path / f"{name}-{size}") for size in (2, 1))
@@ -265,23 +267,12 @@ def test_two_ranks_train_what_one_process_trains(data, base, tmp_path):
             for value in ("loss", "grad_norm", "reward_margin", "reward_accuracy", "drift", "tokens"):
                 assert ours[value] == pytest.approx(theirs[value], abs=1e-4), value
         assert two[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_two_ranks_without_an_adapter_and_with_one_go_on_bitwise(data, base, tmp_path):
-    adapted = config(adapter=Adapter(r=4))
-    half, whole = (
-        job(config(max_steps=STEPS), data, base, tmp_path / "whole"),
-        job(adapted, data, base, tmp_path / "adapted"),
-    )
-    two_processes(half, whole)
-    first = {given.work: curve(given.work) for given in (half, whole)}
-    for given in (half, whole):  # as if it had been killed after its newest checkpoint but one
-        newest = sorted((given.work / "checkpoints").iterdir())[-1]
-        shutil.rmtree(newest)
-    two_processes(half, whole)
-    for given in (half, whole):
-        assert curve(given.work) == first[given.work] and len(first[given.work]) == STEPS
+    cut = of_two["adapted"]
+    first = curve(cut.work)
+    shutil.rmtree(sorted((cut.work / "checkpoints").iterdir())[-1])  # killed before its newest checkpoint
+    two_processes(cut)
+    assert curve(cut.work) == first and len(first) == STEPS
+    assert any("resumed from step 8" in line.get("event", "") for line in tiny.lines(cut.work / "metrics.jsonl"))
 
 
 def test_an_adapter_with_which_the_base_came_belongs_to_the_reference(data, base, tmp_path):
@@ -319,7 +310,7 @@ def test_what_does_not_fit_is_refused_with_its_remedy(data, stored, base, tmp_pa
         StageError, match=r"another tokenizer than the base model's; connect the base to the pair stage too"
     ):
         dpo(config(), make_context("dpo"), data, other)
-    lonely = tiny_pairs.dataset(tmp_path / "lonely", base, validation=0)
+    lonely = tiny_pairs.dataset(tmp_path / "lonely", base)
     shutil.rmtree(lonely.local() / "validation")
     with pytest.raises(
         StageError, match=r"no pairs in its validation split; give more rows or a larger validation share"
