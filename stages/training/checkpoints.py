@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 STATE, COMPLETE = "state.pt", "complete.json"
-KEPT = 2
 
 
-def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `directory` and remove all but the newest two."""
+def save(directory: Path, step: int, state: dict[str, Any], *, keep: int = 2, best: int | None = None) -> Path:
+    """Write the checkpoint of `step` under `directory` and remove all but the `keep` newest ones and that of step `best`."""
     directory.mkdir(parents=True, exist_ok=True)
-    temporary, final = directory / f".writing-{step:08d}", directory / f"step-{step:08d}"
+    temporary, final = directory / f".writing-{step:08d}", of_step(directory, step)
     for stale in (*directory.glob(".writing-*"), final):
         shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir()
@@ -34,9 +33,20 @@ def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     _sync(temporary)
     temporary.rename(final)
     _sync(directory)
-    for old in sorted(directory.glob("step-*"))[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+    for old in sorted(directory.glob("step-*"))[:-keep]:
+        if best is None or old != of_step(directory, best):
+            shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def of_step(directory: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps is, if there is one."""
+    return directory / f"step-{step:08d}"
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether all of it is there as it was written."""
+    return _broken(checkpoint) is None
 
 
 def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:

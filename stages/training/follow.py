@@ -1,7 +1,8 @@
 """The lines that training writes and its driver reads: one JSON object a line in `metrics.jsonl`. Apart, and free of
 torch, because the file is the only channel between them: it outlives a killed worker, a killed driver and a slow tracker.
 
-A line with `step` holds that step's metrics; a line with `event` is a sentence for people.
+A line with `step` holds that step's metrics; a line with `event` is a sentence for people, one with `plan` says what is to
+come, one with `summary` (numbers) and `histogram` (text) what the process that wrote it measured from its start to its end.
 """
 
 import json

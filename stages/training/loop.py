@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stages.contract import StageError
-from stages.training import adapters, checkpoints, optimizer
-from stages.training.config import Job, Precision
+from stages.training import adapters, checkpoints, device, optimizer, probes, recompute
+from stages.training.config import Job, Weights
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
-from stages.training.loss import Batch
+from stages.training.forecast import Forecast
+from stages.training.loss import Batch, on
+from stages.training.meter import Meter
 from stages.training.objective import Int64, objective_of, split
+from stages.training.stopping import Best
 from stages.training.world import World, environment, joined, repeatable
 
 
@@ -41,7 +46,10 @@ def _run(job: Job, world: World, on_line: Callable[[], None]) -> None:
     training = Training(job, world, on_line)
     try:
         for step in range(training.resume(), training.sampler.steps):
+            if training.stopped:
+                break
             training.step(step)
+        training.summarise()
         if world.rank == 0:
             training.export()
         world.wait()
@@ -57,30 +65,33 @@ class Training:
         self.job, self.world, self.on_line = job, world, on_line
         job.work.mkdir(parents=True, exist_ok=True)
         self.writer = Writer(job.work / METRICS) if world.rank == 0 else None
+        device.require(job.recipe.precision, world.device)
+        self.meter = Meter(world.device)
         self.objective = objective_of(job, world)
         self.model, self.sampler = self.objective.model, self.objective.sampler
+        if job.gradient_checkpointing:
+            recompute.enable(self.model)
+        self.objective.module.to(world.device)
         self.optimizer = optimizer.made(self.model, job.recipe.optimizer)
-        self.tokens = self.skipped = 0
+        self.forecast = Forecast(job, self.objective, world)
+        self.forecast.require_room()
+        probes.require_something_to_learn(self.objective.weight(np.arange(self.sampler.rows)))
+        self.done = self.tokens = self.skipped = 0
+        self.best, self.stopped = Best(), False
         self.last: dict[str, Any] = {}
-        self.clock = time.monotonic()
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, which rank 0 picks for all, and return the step to go on with."""
         _record_environment(self.job, self.world)
         found = None
         if self.world.rank == 0:
-            found = checkpoints.newest(self.job.work / "checkpoints", lambda text: self.line(event=text))
+            found = checkpoints.newest(self.checkpoints, lambda text: self.line(event=text))
         found = self.world.share(found)
-        step = 0
         if found is not None:
-            state = checkpoints.load(found)
-            step = state["step"]
-            if state["sampler"] != self.sampler.state(step):
-                raise StageError(f"{found}: was written by another recipe; remove {self.job.work} and run again")
-            adapters.restore(self.model, state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
-            self.line(event=f"resumed from step {step}")
+            self._restore(found)
+            self.line(event=f"resumed from step {self.done}")
+        else:
+            self.line(plan=f"{self._plan()}; {self.forecast.text()}")
         self.model.train()
         self.ddp: Any = self.objective.module
         if self.world.size > 1:
@@ -89,8 +100,19 @@ class Training:
             # that a resumed run sums gradients in the same groups as the undisturbed one.
             split(self.ddp(**self.objective.weightless()))[0].backward()
             self.optimizer.zero_grad(set_to_none=False)
-        self.clock = time.monotonic()
-        return step
+        self.meter.restart()
+        return self.done
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = checkpoints.load(checkpoint)
+        self.done = state["step"]
+        if state["sampler"] != self.sampler.state(self.done):
+            raise StageError(f"{checkpoint}: was written by another recipe; remove {self.job.work} and run again")
+        adapters.restore(self.model, state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
+        self.best = Best(**state["best"])
+        self.stopped = self.best.stops(self.job.recipe.early_stopping)
 
     def step(self, step: int) -> None:
         """One optimizer step: forward and backward over this rank's share, clip, update, report, perhaps checkpoint."""
@@ -100,6 +122,8 @@ class Training:
         weight, tokens = self.objective.weight(rows), self.objective.tokens(rows)
         sums = {name: self.world.sum(value) / max(weight, 1) for name, value in self._backward(rows, weight).items()}
         loss = sums["loss"]
+        if step == 0 and weight:
+            self._look_at(loss)
         norm = optimizer.clip(self.model, recipe.max_grad_norm)
         rate = optimizer.learning_rate(step, steps, recipe.learning_rate, recipe.schedule)
         # Loss and gradients are sums over all ranks by now, so every rank decides the same without asking.
@@ -109,52 +133,71 @@ class Training:
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=self.world.size == 1)
-        self.tokens += tokens
-        self._report(step + 1, tokens, **sums, learning_rate=rate, grad_norm=norm)
+        self.done, self.tokens = step + 1, self.tokens + tokens
+        speed = self.meter.lap(tokens, self.objective.unpadded(rows))
+        improved = self._report(**sums, learning_rate=rate, grad_norm=norm, tokens_per_second=speed)
         if self.skipped > recipe.max_nonfinite_steps:
             raise StageError(
                 f"step {step + 1}: loss {loss}, gradient norm {norm}; {self.skipped} steps were not finite or had no "
                 f"supervised token, max_nonfinite_steps is {recipe.max_nonfinite_steps}; lower learning_rate (now "
                 f"{recipe.learning_rate:g}) or look at the data set"
             )
-        if (step + 1) % self.job.checkpoint_every == 0 or step + 1 == steps:
-            self._checkpoint(step + 1)
+        last = self.done == steps or self.stopped
+        if last or self.done % self.job.checkpoint_every == 0 or (improved and recipe.export is Weights.best):
+            self._checkpoint()
+
+    def _look_at(self, loss: float) -> None:
+        """Before any weight has changed: stop for what cannot be trained, warn of what looks wrong."""
+        probes.require_first_loss(loss)
+        if self.job.base is None and (warning := probes.unexpected(self.model, loss)):
+            self.line(event=warning)
 
     def _backward(self, rows: Int64, weight: int) -> dict[str, float]:
         """Gradients of the step's mean loss; returns what this rank adds to the sums of the step, `loss` among them."""
         # DDP averages over ranks, so the factor world.size turns its mean of sums into the sum that was wanted.
         scale = self.world.size / max(weight, 1)
         sums: dict[str, float] = {}
-        batches = list(self._batches(rows[self.world.rank :: self.world.size]))
+        with self.meter.waiting():
+            batches = list(self._batches(rows[self.world.rank :: self.world.size]))
         for index, micro in enumerate(batches):
             accumulate = self.world.size > 1 and index < len(batches) - 1
             with self.ddp.no_sync() if accumulate else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16, enabled=self.job.recipe.precision is Precision.bfloat16):
+                with device.autocast(self.job.recipe.precision, self.world.device):
                     loss, shown = split(self.ddp(**micro))
                 (loss * scale).backward()
             for name, value in ({"loss": loss.detach()} | shown).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
+            self.meter.padded += micro["input_ids"].numel()
         return sums
 
     def _batches(self, rows: Int64) -> Iterator[Batch]:
         size = self.job.micro_batch_rows
         for first in range(0, len(rows), size):
-            yield self.objective.batch(rows[first : first + size])
+            yield on(self.world.device, self.objective.batch(rows[first : first + size]))
         if not len(rows):
-            yield self.objective.weightless()
+            yield on(self.world.device, self.objective.weightless())
 
-    def _report(self, step: int, tokens: int, **values: float) -> None:
-        now = time.monotonic()
-        speed, self.clock = tokens / (now - self.clock), now
-        values |= {"tokens": self.tokens, "tokens_per_second": speed, "skipped": self.skipped}
-        every = self.job.recipe.validate_every
-        if step == self.sampler.steps or (every and step % every == 0):
+    def _report(self, **values: float) -> bool:
+        """A line for the step that was done, with a pass over the validation split where one is due; whether that found the
+        best loss so far."""
+        recipe, improved = self.job.recipe, False
+        values |= {"tokens": self.tokens, "skipped": self.skipped}
+        if self.done == self.sampler.steps or (recipe.validate_every and self.done % recipe.validate_every == 0):
             found = self.objective.validate(self.world)
-            values |= found
+            improved = self.best.see(self.done, found["validation_loss"], recipe.early_stopping)
+            # Every rank has the same sums; what rank 0 makes of them holds, so that none can be left waiting.
+            self.stopped = self.world.share(self.best.stops(recipe.early_stopping))
+            values |= found | {"best_validation_loss": self.best.loss, "best_step": self.best.step}
             self.last |= found
-            self.clock = time.monotonic()
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self.line(step=step, steps=self.sampler.steps, at=time.time(), **finite)
+        self.line(step=self.done, steps=self.sampler.steps, at=time.time(), **finite)
+        if self.stopped and self.done < self.sampler.steps:
+            self.line(
+                event=f"stopped early at step {self.done}: {self.best.worse} validations brought nothing better than "
+                f"{self.best.loss:.4f} of step {self.best.step}"
+            )
+        self.meter.restart()
+        return improved
 
     def line(self, **values: Any) -> None:
         """Append a line, on rank 0."""
@@ -162,31 +205,53 @@ class Training:
             self.writer.write(**values)
             self.on_line()
 
-    def _checkpoint(self, step: int) -> None:
+    @property
+    def checkpoints(self) -> Path:
+        return self.job.work / "checkpoints"
+
+    def _checkpoint(self) -> None:
         if self.world.rank == 0:
             state = {
-                "step": step,
-                "sampler": self.sampler.state(step),
+                "step": self.done,
+                "sampler": self.sampler.state(self.done),
                 "model": adapters.state(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "tokens": self.tokens,
                 "skipped": self.skipped,
                 "last": self.last,
+                "best": asdict(self.best),
             }
-            checkpoints.save(self.job.work / "checkpoints", step, state)
-            self.clock = time.monotonic()
+            best = self.best.step if self.job.recipe.export is Weights.best else None
+            checkpoints.save(self.checkpoints, self.done, state, keep=self.job.keep_checkpoints, best=best)
+            self.meter.restart()
+
+    def summarise(self) -> None:
+        """A line with what this process measured since its start, and how that compares with what was expected."""
+        padded = self.world.sum(self.meter.padded)
+        facts = self.meter.summary(padded)
+        self.line(summary=facts | self.forecast.against(facts), histogram=self.meter.histogram())
 
     def export(self) -> None:
         """Write the finished model where the launcher picks it up."""
+        if self.job.recipe.export is Weights.best and self.best.step != self.done:
+            self._restore(checkpoints.of_step(self.checkpoints, self.best.step))
         summary = {
-            "steps": self.sampler.steps,
+            "steps": self.done,
             "tokens": self.tokens,
             "skipped_steps": self.skipped,
             "train_loss": self.last.get("train_loss"),
             "validation_loss": self.last.get("validation_loss"),
         }
         stops, probe = self.objective.export_facts()
+        self.model.cpu()
         export(self.model, self.job, summary | self.objective.summary(), stop_token_ids=stops, probe=probe)
+
+    def _plan(self) -> str:
+        """What the recipe comes to."""
+        recipe, steps, batch = self.job.recipe, self.sampler.steps, self.sampler.rows_per_step
+        accumulated = -(-batch // (self.job.micro_batch_rows * self.world.size))
+        warmup = optimizer.warmup_steps(steps, recipe.schedule)
+        return f"{steps} steps of {batch} rows, {accumulated} accumulated, warm-up {warmup} steps"
 
 
 def _record_environment(job: Job, world: World) -> None:

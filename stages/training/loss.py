@@ -25,11 +25,27 @@ def batch(split: PackedSplit, rows: npt.NDArray[np.int64]) -> Batch:
     }
 
 
+def on(device: torch.device, given: Batch) -> Batch:
+    """The batch on the device that computes."""
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
 def weightless(split: PackedSplit) -> Batch:
     """A row without supervised tokens, for a worker that has no row of its own in a step: it adds exactly zero."""
     row = batch(split, np.zeros(1, dtype=np.int64))
     row["labels"].fill_(IGNORED)
     return row
+
+
+def real_tokens(split: PackedSplit) -> npt.NDArray[np.int64]:
+    """[rows] tokens that are no padding. Padding is the last document of a row where that is one id again and again and
+    nothing of it is predicted (a last document of one token looks the same, and is counted as padding)."""
+    counts = np.full(len(split), split.input_ids.shape[1], dtype=np.int64)
+    for row, starts in enumerate(split.document_starts):
+        ids, labels = split.input_ids[row, starts[-1] :], split.labels[row, starts[-1] :]
+        if len(starts) > 1 and (ids == ids[0]).all() and (labels == IGNORED).all():
+            counts[row] = starts[-1]
+    return counts
 
 
 def supervised_tokens(split: PackedSplit) -> npt.NDArray[np.int64]:
@@ -58,8 +74,8 @@ def summed(model: SummedLoss, split: PackedSplit, rows: npt.NDArray[np.int64], b
     """Summed cross entropy in nats over `rows`."""
     was_training = model.training
     model.eval()
-    total = 0.0
+    total, device = 0.0, next(model.parameters()).device
     for first in range(0, len(rows), batch_rows):
-        total += float(model(**batch(split, rows[first : first + batch_rows])))
+        total += float(model(**on(device, batch(split, rows[first : first + batch_rows]))))
     model.train(was_training)
     return total

@@ -101,13 +101,14 @@ def leak(model: Any, vocab_size: int) -> float:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.eval()  # an adapter's: it draws for each length anew
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    # With gradients: without them a model that computes its layers again does not take that way.
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         together = model(input_ids=ids, position_ids=packed, attention_mask=None, use_cache=False).logits[0, first:]
         torch.manual_seed(0)
         apart = model(input_ids=ids[:, first:], position_ids=alone, attention_mask=None, use_cache=False).logits[0]
     model.train(was_training)
-    return float((together - apart).abs().max())
+    return float((together - apart).detach().abs().max())
 
 
 def require_isolation(model: Any, vocab_size: int) -> None:

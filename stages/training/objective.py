@@ -17,7 +17,7 @@ from stages.text.packed import PackedSplit
 from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job, TokenRecipe
-from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
+from stages.training.loss import Batch, SummedLoss, batch, real_tokens, summed, supervised_tokens, weightless
 from stages.training.pair_recipe import PairRecipe
 from stages.training.preferences import Preferences
 from stages.training.sampler import RowSampler, mix
@@ -41,6 +41,9 @@ class Objective(Protocol):
 
     def tokens(self, rows: Int64) -> int:
         """Tokens of these rows that the loss is taken on: what speed is counted in."""
+
+    def unpadded(self, rows: Int64) -> int:
+        """Tokens of these rows that are no padding, prompts included."""
 
     def batch(self, rows: Int64) -> Batch:
         """The arguments of `module` for these rows of the training split."""
@@ -89,12 +92,15 @@ class NextTokens:
             seed=job.seed,
             sources=mix(self.split.sources, weights),
         )
-        self.supervised = supervised_tokens(self.split)
+        self.supervised, self.real = supervised_tokens(self.split), real_tokens(self.split)
 
     def weight(self, rows: Int64) -> int:
         return int(self.supervised[rows].sum())
 
     tokens = weight
+
+    def unpadded(self, rows: Int64) -> int:
+        return int(self.real[rows].sum())
 
     def batch(self, rows: Int64) -> Batch:
         return batch(self.split, rows)

@@ -133,6 +133,9 @@ class Preferences:
     def tokens(self, rows: Int64) -> int:
         return self.pairs.tokens(rows)
 
+    def unpadded(self, rows: Int64) -> int:
+        return self.pairs.tokens(rows) + 2 * sum(len(self.pairs.prompts[row]) for row in rows)
+
     def batch(self, rows: Int64) -> Batch:
         return self.pairs.batch(rows, self.stored)
 

@@ -17,6 +17,8 @@ class Report:
         self.last: dict[str, Any] = {}
         self.events: list[str] = []
         self.speeds: list[float] = []
+        self.plan, self.histogram = "", ""
+        self.summary: dict[str, float] = {}
 
     def poll(self) -> None:
         """Log what is new, each step once."""
@@ -24,6 +26,11 @@ class Report:
             if "event" in line:
                 self.events.append(line["event"])
                 self.ctx.progress(self.fraction, line["event"])
+            elif "plan" in line:
+                self.plan = line["plan"]
+                self.ctx.progress(self.fraction, self.plan)
+            elif "summary" in line:
+                self.summary, self.histogram = line["summary"], line["histogram"]
             elif "step" in line:
                 self._step(line)
 
@@ -51,11 +58,35 @@ class Report:
         self.ctx.tracker.log_text("[" + ",\n".join(w.read_text("utf-8") for w in workers) + "]\n", "environment.json")
         if self.events:
             self.ctx.tracker.log_text("\n".join(self.events) + "\n", "events.txt")
+        if self.summary:
+            self.ctx.tracker.log_metrics(self.summary)
+            self.ctx.tracker.log_text(self._speed(), "speed.txt")
         if self.last:
+            best = self.last.get("best_step", self.last["step"])
+            of_best = (
+                f" (best {self.last['best_validation_loss']:.3f} at step {best})" if best != self.last["step"] else ""
+            )
             self.ctx.headline(
-                f"validation loss {self.last['validation_loss']:.3f} after {self.last['steps']} steps, "
+                f"validation loss {self.last['validation_loss']:.3f}{of_best} after {self.last['step']} steps, "
                 f"{_short(self.last['tokens'])} tokens"
             )
+
+    def _speed(self) -> str:
+        """What was planned, what came of it, the MFU's formula and peak, and the step times."""
+        numbers = self.summary
+        lines = [self.plan] if self.plan else []
+        lines += [f"{name}: {value:.6g}" for name, value in numbers.items()]
+        if "flops_per_token" in numbers:
+            lines.append(
+                "MFU = tokens_per_second_padded / workers * flops_per_token / peak_flops; "
+                + (
+                    f"peak {numbers['peak_flops']:.4g} a second"
+                    if "mfu" in numbers
+                    else "none: no peak_tflops was stated"
+                )
+                + "; flops_per_token = (4 + 2 * trained share) * multiplied weights + 12 * layers * heads * head_dim * length"
+            )
+        return "\n".join([*lines, "step times:", self.histogram])
 
 
 def _short(number: float) -> str:

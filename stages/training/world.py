@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed
 
+from stages.training.device import of_this_worker
+
+CPU = torch.device("cpu")
 TIMEOUT_S = 120
 SHOWN = ("OMP_", "MKL_", "NCCL_", "TORCH", "GLOO_", "CUDA_", "MASTER_", "LOCAL_", "NODE_RANK", "RANK", "WORLD_SIZE")
 
@@ -23,6 +26,8 @@ class World:
 
     rank: int
     size: int
+    device: torch.device = CPU
+    """Where this process computes."""
 
     def sum(self, value: float) -> float:
         """The sum over all ranks, in double precision: the same number on each."""
@@ -48,15 +53,18 @@ class World:
 @contextmanager
 def joined() -> Iterator[World]:
     """The process group that a launcher has made, or that RANK and WORLD_SIZE describe, or this process alone."""
+    device = of_this_worker()
     if torch.distributed.is_initialized():
-        yield World(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-        yield World(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        # gloo sums what World.sum gives it, which stays on the processor; gradients on GPUs go through nccl.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+        yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
         # Not after an error: what still hangs on the group (the error's own frames) can make this wait for ever.
         torch.distributed.destroy_process_group()
     else:
-        yield World(0, 1)
+        yield World(0, 1, device)
 
 
 @contextmanager

@@ -146,7 +146,8 @@ def test_the_tracker_and_the_console_get_each_step_once_with_its_numbers(make_co
         ("train", "training"),
         ("validation", "validation"),
     ]
-    assert [round(fraction * 12) for fraction, _ in said[:-1]] == list(range(1, 13))
+    assert [round(fraction * 12) for fraction, _ in said[:-1]] == list(range(13))
+    assert said[0][1].startswith("12 steps of 6 rows, 3 accumulated, warm-up 1 steps; about ")
     assert re.fullmatch(r"step 12/12 loss \d\.\d\d [\d.]+k? tok/s ETA 0 s", said[-2][1])
     assert re.fullmatch(r"validation loss \d\.\d{3} after 12 steps, [\d.]+k tokens", said[-1])
 
