@@ -226,7 +226,7 @@ def compose(overrides: list[str], conf: str | None = None) -> AppConfig:
     """Compose `conf/config.yaml` with the overrides into dataclasses. Raises ConfigError with one message."""
     import stages
 
-    overrides = [_model_shorthand(override) for override in overrides]
+    overrides = [_model_shorthand(override, conf) for override in overrides]
     name = composed.key(ROOT, Path(conf).resolve() if conf else None, overrides)
     stages.load()
     app: AppConfig | None = composed.load(COMPOSED, name) if name else None
@@ -245,7 +245,7 @@ def compose_node(overrides: list[str], conf: str | None = None) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     register_schemas()
-    overrides = [_model_shorthand(override) for override in overrides]
+    overrides = [_model_shorthand(override, conf) for override in overrides]
     if conf:
         if not Path(conf).is_dir():
             raise ConfigError(
@@ -296,9 +296,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _model_shorthand(override: str) -> str:
-    """`model=` picks an option of conf/model; a path or a registry URI is the source of the `fetch` stage instead."""
+def _model_shorthand(override: str, conf: str | None) -> str:
+    """`model=` picks an option of conf/model, or one of conf/fetch; a path or a registry URI is the source of the `fetch`
+    stage instead."""
     key, equals, value = override.partition("=")
+    if key == "model" and any((Path(root) / "fetch" / f"{value}.yaml").is_file() for root in (CONF, conf) if root):
+        return f"fetch={value}"
     if key == "model" and equals and ("/" in value or value.startswith("models:") or Path(value).is_dir()):
         quoted = value if value[:1] in "'\"" else f"'{value}'"
         return f"stages.fetch.source={quoted}"

