@@ -99,7 +99,8 @@ def metric_rows(facts: Facts) -> tuple[list[str], list[list[str]]]:
     """(header, rows): the model and its baselines, one column a metric."""
     report = facts.of(EvalReport)
     table: dict[str, dict[str, float]] = {"this model": report.get("metrics", {}), **report.get("baselines", {})}
-    names = [n for n in ("validation_loss", "perplexity", "bits_per_byte") if any(n in row for row in table.values())]
+    known = ("validation_loss", "perplexity", "bits_per_byte", "reward_accuracy", "reward_margin", "ranking_accuracy")
+    names = [n for n in known if any(n in row for row in table.values())]
     rows = [[label, *(_number(row.get(name)) for name in names)] for label, row in table.items()]
     return ["", *(name.replace("_", " ") for name in names)], rows
 

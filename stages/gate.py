@@ -13,6 +13,7 @@ LIMITS = {
     "max_validation_loss": "validation_loss",
     "max_perplexity": "perplexity",
 }
+FLOORS = {"min_reward_accuracy": "reward_accuracy", "min_reward_margin": "reward_margin"}
 
 
 @dataclass(kw_only=True)
@@ -22,9 +23,13 @@ class Rules:
     max_bits_per_byte: float | None = None
     """Bits per byte of the model, at most."""
     max_validation_loss: float | None = None
-    """Mean loss in nats a predicted token, at most."""
+    """Mean loss in nats a predicted token, at most; on preference pairs a pair, where ln 2 = 0.6931 is a model that learned nothing."""
     max_perplexity: float | None = None
     """Perplexity a predicted token, at most."""
+    min_reward_accuracy: float | None = None
+    """Share of preference pairs whose chosen answer the model raised more than the rejected one, at least."""
+    min_reward_margin: float | None = None
+    """By how much it did on average, in nats times beta, at least."""
     must_beat: list[str] = field(default_factory=list)
     """Baselines of the report (untrained, before, unigram, lzma) whose bits per byte the model must undercut."""
     min_improvement: float = 0.0
@@ -33,9 +38,9 @@ class Rules:
     def __post_init__(self) -> None:
         if not 0 <= self.min_improvement < 1:
             raise ValueError(f"rules.min_improvement must be from 0 to below 1, got {self.min_improvement}")
-        if not self.must_beat and all(getattr(self, name) is None for name in LIMITS):
+        if not self.must_beat and all(getattr(self, name) is None for name in (*LIMITS, *FLOORS)):
             raise ValueError(
-                f"rules must hold at least one of {', '.join(LIMITS)}, must_beat: a gate without rules is none"
+                f"rules must hold at least one of {', '.join((*LIMITS, *FLOORS))}, must_beat: a gate without rules is none"
             )
         if self.min_improvement and not self.must_beat:
             raise ValueError("rules.min_improvement needs rules.must_beat: name the baselines it is measured against")
@@ -92,6 +97,11 @@ def judge(rules: Rules, summary: dict[str, Any]) -> Iterator[Verdict]:
         if limit is not None:
             found = _number(metrics.get(metric))
             yield Verdict(rule, f"{metric} <= {limit:g}", found, found is not None and found <= limit)
+    for rule, metric in FLOORS.items():
+        limit = getattr(rules, rule)
+        if limit is not None:
+            found = _number(metrics.get(metric))
+            yield Verdict(rule, f"{metric} >= {limit:g}", found, found is not None and found >= limit)
     found = _number(metrics.get("bits_per_byte"))
     for name in rules.must_beat:
         other = _number((baselines.get(name) or {}).get("bits_per_byte"))

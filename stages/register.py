@@ -6,7 +6,7 @@ A state of the world: what is already there is found by content digest, so a rep
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stages.artifacts import Approval, Checkpoint, EvalReport, ModelVersion, TokenDataset
+from stages.artifacts import Approval, Checkpoint, EvalReport, ModelVersion, PairDataset, TokenDataset
 from stages.contract import Context, Registry, StageConfig, StageError, StageResources, stage
 
 CANDIDATE = "candidate"
@@ -38,6 +38,11 @@ class RegisterConfig(StageConfig):
         if not self.name or set("/:@% \t\n") & set(self.name):
             raise ValueError(f"name must be one word without / : @ %, got {self.name!r}")
 
+    def check(self, connected: frozenset[str]) -> None:
+        """A version says what it was trained on."""
+        if len(connected & {"dataset", "pairs"}) != 1:
+            raise ValueError("connect what the model was trained on to register: dataset (tokens) or pairs")
+
 
 def holds(receipt: ModelVersion, registry: Registry | None, state: Path) -> str | None:
     """Why the registry no longer agrees with the receipt, or None."""
@@ -57,15 +62,19 @@ def register(
     approval: Approval,
     checkpoint: Checkpoint,
     report: EvalReport,
-    dataset: TokenDataset,
+    dataset: TokenDataset | None = None,
+    pairs: PairDataset | None = None,
 ) -> ModelVersion:
-    """Approved, recorded, proved to load back; the alias `candidate` moves last."""
+    """Approved, recorded, proved to load back; the alias `candidate` moves last. What it was trained on is tokens or pairs."""
+    trained_on = dataset or pairs
+    cfg.check(frozenset(name for name, given in (("dataset", dataset), ("pairs", pairs)) if given is not None))
+    assert trained_on is not None
     _require_approved(approval, checkpoint, report)
     version = ctx.registry.find(cfg.name, checkpoint.digest)
     if version is None:
         tags = {
             "digest": checkpoint.digest,
-            "data_fingerprint": dataset.digest,
+            "data_fingerprint": trained_on.digest,
             "report_digest": report.digest,
             "fingerprint": ctx.fingerprint,
         }

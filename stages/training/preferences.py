@@ -34,6 +34,7 @@ DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropou
 class Pairs:
     """One split of a PairDataset in memory."""
 
+    ids: list[str]
     prompts: Lists
     chosen: Lists
     rejected: Lists
@@ -52,7 +53,7 @@ class Pairs:
         stored = None
         if set(REFERENCE) <= set(table.column_names):
             stored = np.stack([table.column(name).to_numpy() for name in REFERENCE])
-        return cls(prompts, chosen, rejected, stored)
+        return cls(table.column("id").to_pylist(), prompts, chosen, rejected, stored)
 
     def __len__(self) -> int:
         return len(self.prompts)
