@@ -90,6 +90,7 @@ class Training:
         if found is not None:
             self._restore(found)
             self.line(event=f"resumed from step {self.done}")
+            self._find_best()
         else:
             self.line(plan=f"{self._plan()}; {self.forecast.text()}")
         self.model.train()
@@ -113,6 +114,13 @@ class Training:
         self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
         self.best = Best(**state["best"])
         self.stopped = self.best.stops(self.job.recipe.early_stopping)
+
+    def _find_best(self) -> None:
+        """Forget the best loss so far when the weights that had it cannot be exported any more."""
+        step, wanted = self.best.step, self.job.recipe.export is Weights.best and self.best.step not in (0, self.done)
+        if wanted and not self.world.share(checkpoints.is_whole(checkpoints.of_step(self.checkpoints, step))):
+            self.line(event=f"the best weights (step {step}) are not whole: the best of what follows is exported")
+            self.best = Best()
 
     def step(self, step: int) -> None:
         """One optimizer step: forward and backward over this rank's share, clip, update, report, perhaps checkpoint."""
@@ -233,7 +241,7 @@ class Training:
 
     def export(self) -> None:
         """Write the finished model where the launcher picks it up."""
-        if self.job.recipe.export is Weights.best and self.best.step != self.done:
+        if self.job.recipe.export is Weights.best and self.best.step not in (0, self.done):
             self._restore(checkpoints.of_step(self.checkpoints, self.best.step))
         summary = {
             "steps": self.done,

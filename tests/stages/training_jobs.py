@@ -53,6 +53,9 @@ def job(cfg: TrainConfig, data: TokenDataset, work: Path, *, seed: int = 0, base
         golden_prompts=tuple(cfg.golden_prompts),
         micro_batch_rows=cfg.resources.micro_batch_rows,
         checkpoint_every=cfg.resources.checkpoint_every,
+        keep_checkpoints=cfg.resources.keep_checkpoints,
+        gradient_checkpointing=cfg.resources.gradient_checkpointing,
+        peak_tflops=cfg.resources.peak_tflops,
         threads=cfg.resources.threads_per_worker,
     )
 
