@@ -170,7 +170,16 @@ def _source(cfg: IngestConfig, name: str, prefix: str, source: SourceConfig) -> 
         found = find(source.path, source.container)
     replace = source.encoding_errors is EncodingErrors.replace
     reading = Reading(source.fields(), source.text_unit, source.delimiter, replace, cfg.max_row_bytes)
-    made = Source(name, prefix, found.files, reading, source.format, source.id_field, left_out=found.left_out)
+    made = Source(
+        name,
+        prefix,
+        found.files,
+        reading,
+        source.format,
+        source.id_field,
+        source.documentation,
+        left_out=found.left_out,
+    )
     if source.container is Container.auto:
         made.refuse_disguised()
     return made.decided() if found.files else made

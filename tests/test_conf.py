@@ -31,7 +31,7 @@ NEEDED = {
     "synthesize": [MODEL, FILES],
     "teach": [FILES, *ENDPOINT],
     "preferences": [MODEL, FILES],
-    "dpo": [MODEL, FILES],
+    "dpo": [MODEL],
     "endpoint": ENDPOINT,
     "attach": ["cluster.address=h:1"],
 }

@@ -3,6 +3,14 @@
 from enum import Enum
 
 
+class Documentation(Enum):
+    """What an object of the standard library's documentation becomes."""
+
+    text = "text"
+    chat = "chat"
+    preference = "preference"
+
+
 class OverLong(Enum):
     """What becomes of a document that is longer than a row."""
 

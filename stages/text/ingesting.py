@@ -24,7 +24,7 @@ from stages.text.faults import Fault
 from stages.text.files import Container, File
 from stages.text.formats import parts
 from stages.text.lines import line_starts
-from stages.text.record import TEXT, Record, prose
+from stages.text.record import Record, prose
 from stages.text.shards import CHARACTERS_PER_GROUP, ROWS_PER_GROUP, ROWS_SCHEMA, ShardWriter, Table
 from stages.text.sources import Source
 from stages.text.tables import row_groups
@@ -158,10 +158,10 @@ def _found(order: Order, source: Source) -> Iterator[tuple[tuple[str, int], Faul
 
 
 def _documentation(source: Source) -> Iterator[tuple[tuple[str, int], tuple[Record, None, bool]]]:
-    from stages.text import docstrings
+    from stages.text import docstrings, documentation
 
-    for name, _, text in docstrings.rows():
-        yield (name, 1), (Record(source.prefix + name, source.name, TEXT, text=text), None, False)
+    for record in documentation.records(docstrings.rows(), source.name, source.prefix, source.documentation):
+        yield (record.id.removeprefix(source.prefix), 1), (record, None, False)
 
 
 def _line(where: tuple[str, int], fault: Fault) -> str:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from stages.contract import location
+from stages.text.choices import Documentation
 from stages.text.files import Container, TextUnit
 from stages.text.formats import EncodingErrors, Fields, Format
 
@@ -53,6 +54,9 @@ class SourceConfig:
     encoding_errors: EncodingErrors = EncodingErrors.quarantine
     """What happens to a row whose text is not UTF-8, or holds half a UTF-16 character or U+0000: quarantined, or `replace`d by
     U+FFFD and counted."""
+    documentation: Documentation = Documentation.text
+    """What each object of the standard library's documentation becomes: a `text`; a `chat`, in which it is asked what the object
+    does, and its description answers; or a `preference` of that description over another object's. Of no other source."""
     weight: float = 1.0
     """How often the sampler draws from this source, in relation to the others of a mix."""
 
@@ -71,6 +75,10 @@ class SourceConfig:
                 raise ValueError(f"{name} must be the name of a field, got an empty string")
         if self.hub is not None and self.path is not None:
             raise ValueError(f"hub must be null with a path ({self.path}), got {self.hub}: rows come from one place")
+        if self.documentation is not Documentation.text and (self.path or self.hub):
+            raise ValueError(
+                f"documentation must be text with a path or a hub, got {self.documentation.value}: it is about docstrings"
+            )
         if self.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub):
             raise ValueError(f"hub must be owner/name, got {self.hub!r}")
         if self.delimiter is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from stages.contract import StageError
 from stages.text.advice import advised, outlined
+from stages.text.choices import Documentation
 from stages.text.containers import Item, Reading, json_lines, json_values, text_units
 from stages.text.faults import RULES, Fault
 from stages.text.files import Container, File
@@ -35,6 +36,7 @@ class Source:
     reading: Reading
     format: Format
     id_field: str | None
+    documentation: Documentation = Documentation.text
     why: str = ""
     left_out: tuple[str, ...] = ()
     """Endings or names of files beside them."""

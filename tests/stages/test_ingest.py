@@ -18,6 +18,7 @@ from stages.artifacts import Rows
 from stages.contract import Context, Executor, StageError
 from stages.ingest import IngestConfig, IngestResources, SourceConfig, _sources, ingest
 from stages.text import docstrings
+from stages.text.choices import Documentation
 from stages.text.files import TextUnit
 
 MakeContext = Callable[..., Context]
@@ -106,6 +107,28 @@ def test_a_limit_takes_the_first_rows_in_the_order_of_their_ids(
 def test_the_identity_of_the_standard_library_names_its_version_and_content() -> None:
     version = ".".join(map(str, sys.version_info[:3]))
     assert re.fullmatch(re.escape(version) + r"-[0-9a-f]{64}", docstrings.identity())
+
+
+def test_documentation_becomes_chats_and_preferences_whose_right_answer_is_known(
+    library: Rows, make_context: MakeContext
+) -> None:
+    described = {row["id"]: row["text"].partition("\n\n")[2].strip() for row in read(library)}
+    for kind in (Documentation.chat, Documentation.preference):
+        rows = read(ingest(IngestConfig(source=SourceConfig(documentation=kind)), make_context()))
+        assert {row["kind"] for row in rows} == {kind.value}
+        assert [row["id"] for row in rows] == [name for name, text in described.items() if text]
+        for row in rows:
+            messages = json.loads(row["messages"])
+            assert messages[0] == {"role": "user", "content": f"What does {row['id']} do?"}
+            right = messages[1:] if kind is Documentation.chat else json.loads(row["chosen"])
+            assert right == [{"role": "assistant", "content": described[row["id"]]}]
+            if kind is Documentation.preference:
+                wrong = json.loads(row["rejected"])[0]["content"]
+                assert wrong != described[row["id"]] and wrong in described.values()
+    few = ingest(IngestConfig(source=SourceConfig(documentation=kind), limit=5), make_context())
+    assert read(few) == rows[:5]
+    with pytest.raises(ValueError, match="documentation must be text with a path or a hub, got chat"):
+        SourceConfig(path="x.jsonl", documentation=Documentation.chat)
 
 
 def test_planning_an_ingest_imports_nothing_heavy() -> None:
