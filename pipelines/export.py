@@ -18,6 +18,7 @@ from pipelines.inventory import Inventory, shown
 from pipelines.mistakes import ConfigError
 from pipelines.registry import RegistryReader, tracking_uri
 from pipelines.store import IntegrityError, Record, Store
+from stages.artifacts import ADAPTED
 from stages.contract import ResourcesUnavailable
 from stages.storage.bucket import fsync
 
@@ -97,8 +98,7 @@ def card(store: Store, name: str, number: int, digest: str) -> str:
         "---",
         f"# {name}, version {number}",
         "",
-        f"Exported by Raykeel from the registered model `{name}`, version {number}. Loads with",
-        "`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`; no code comes with it.",
+        f"Exported by Raykeel from the registered model `{name}`, version {number}. {_loads(store, digest)}",
         "",
         f"- content digest of the checkpoint: `{digest}`",
     ]
@@ -108,6 +108,17 @@ def card(store: Store, name: str, number: int, digest: str) -> str:
     lines += ["", "## Lineage", "", "Each result with the content digest of what it was made from.", ""]
     lines += list(_lineage(everything, digest))
     return "\n".join(lines) + "\n"
+
+
+def _loads(store: Store, digest: str) -> str:
+    base = store.bucket.get(f"objects/{digest}/{ADAPTED}")
+    if base is None:
+        return "Loads with\n`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`; no code comes with it."
+    known = json.loads(base)
+    return (
+        f"It is a LoRA\nadapter on `{known['name']}` (revision {known['revision']}, SHA-256 of the weights "
+        f"`{known['weights_sha256']}`), which is not in this folder: `PeftModel.from_pretrained(base, folder)` of PEFT loads both."
+    )
 
 
 def _origin(record: Record) -> list[str]:

@@ -14,6 +14,8 @@ from stages.storage import copies
 
 SUMMARY = "summary.json"
 MANIFEST = copies.MANIFEST
+ADAPTED = "base.json"
+"""In an adapter's directory: the identity of the base that it corrects."""
 
 
 class ArtifactError(Exception):
@@ -135,8 +137,17 @@ class PairDataset(Artifact):
 @dataclass(frozen=True)
 class Checkpoint(Artifact):
     """A model in Hugging Face layout: config.json, *.safetensors, tokenizer.json, generation_config.json, and
-    `golden.json` (prompts, greedy ids, top log-probabilities) that a server must reproduce before it takes traffic.
+    `golden.json` (prompts, greedy ids, top log-probabilities) that a server must reproduce before it takes traffic. Or an
+    adapter alone (`adapter_model.safetensors`) with the identity of its base in `base.json`, the base's object beside it.
     """
+
+    def local(self) -> Path:
+        """The directory on this node; of an adapter with its base beside it."""
+        directory = super().local()
+        if (directory / ADAPTED).exists() and not self.uri.startswith("file:"):
+            base = json.loads((directory / ADAPTED).read_text("utf-8"))["digest"]
+            Checkpoint(uri=f"{self.uri.rstrip('/').rpartition('/')[0]}/{base}").local()
+        return directory
 
     @classmethod
     def members(cls) -> tuple[str, ...]:

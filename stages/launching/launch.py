@@ -37,6 +37,10 @@ def launch(resources: TrainResources, ctx: Context, job: Job) -> Checkpoint:
     else:
         _under_ray(resources, ctx, job, report)
     report.finish()
+    from stages.training.reloaded import require_equal
+
+    ctx.progress(1.0, "loading the export in a fresh process")
+    require_equal(job.work / "export", job.work / "expected")
     shutil.copytree(job.work / "export", ctx.output, dirs_exist_ok=True)
     return Checkpoint(uri=ctx.output.resolve().as_uri())
 

@@ -6,6 +6,7 @@ What leaves as an adapter alone is `adapter_model.safetensors` and `adapter_conf
 content digest, which is where a store keeps it.
 """
 
+import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -15,12 +16,11 @@ import peft
 import safetensors.torch
 import torch
 
-from stages.artifacts import SUMMARY
+from stages.artifacts import ADAPTED, SUMMARY
 from stages.contract import StageError
 from stages.storage.hashing import sha256_file, tree_digest
 from stages.training.config import ALL_LINEAR, Adapter
 
-BASE = "base.json"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGE_LIMIT = 1e-5
 """Largest difference that merging may make to a logit, as a share of the largest logit. Measured: 4e-7 on a model of 0.1 M
@@ -30,6 +30,10 @@ parameters."""
 def attach(model: Any, adapter: Adapter, seed: int) -> Any:
     """`model` with corrections that begin as nothing; they alone (and `modules_to_save`) take gradients. StageError when a
     named module is not there."""
+    if adapter.quantize:
+        raise StageError(
+            f"adapter.quantize: {_no_quantisation()}; set it to false: a float32 base takes 4 bytes a parameter"
+        )
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for field, wanted in (("target_modules", adapter.target_modules), ("modules_to_save", adapter.modules_to_save)):
         missing = sorted(set(wanted) - names - {ALL_LINEAR})
@@ -63,6 +67,15 @@ def require_trained_rows(model: Any, adapter: Adapter | None, vocab_size: int) -
             f"the data set brings {vocab_size - embedding.num_embeddings} tokens that the base does not know, and the adapter "
             f"leaves their embeddings as they begin; set adapter.modules_to_save=[{name}]"
         )
+
+
+def _no_quantisation() -> str:
+    """Why a base cannot be held in 4 bits here."""
+    if not torch.cuda.is_available():
+        return "QLoRA needs an NVIDIA GPU, and this machine shows none"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "QLoRA needs bitsandbytes, which is not installed"
+    return "QLoRA was not exercised in this release, and is refused until it was"
 
 
 def is_attached(model: Any) -> bool:
@@ -115,7 +128,7 @@ def save(model: Any, directory: Path, base: dict[str, Any]) -> None:
     # Whether to keep embeddings is said here: PEFT would ask a hub what the base's vocabulary is.
     tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     safetensors.torch.save_file({n: t.detach().clone().contiguous() for n, t in tensors.items()}, directory / WEIGHTS)
-    _write(directory / BASE, base)
+    _write(directory / ADAPTED, base)
     model.get_base_model().config.save_pretrained(directory)
 
 
@@ -138,12 +151,12 @@ def weights_sha256(directory: Path) -> str:
 
 def is_adapter(directory: Path) -> bool:
     """Whether a directory holds corrections alone."""
-    return (directory / BASE).exists()
+    return (directory / ADAPTED).exists()
 
 
 def base_of(directory: Path, given: Path | None = None) -> tuple[Path, dict[str, Any]]:
     """(the base of an adapter, its recorded identity). StageError unless it is there and its weights are the same."""
-    known = _read(directory / BASE)
+    known = _read(directory / ADAPTED)
     base = given or directory.parent / str(known.get("digest"))
     what = f"{known.get('name')} at {known.get('revision') or 'no revision'}"
     if not any(base.glob("*.safetensors")):

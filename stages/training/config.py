@@ -153,6 +153,9 @@ class Adapter:
     merge: bool = True
     """Export a model that stands alone, its corrections added to the base's matrices. false: export the corrections and the
     identity of the base, which must then be there, unchanged, wherever the model is loaded."""
+    quantize: bool = False
+    """QLoRA: hold the base in 4 bits while the corrections are trained. Needs an NVIDIA GPU and bitsandbytes; no run has
+    exercised it, so this release refuses it."""
 
     def __post_init__(self) -> None:
         for name in ("r", "alpha"):

@@ -99,3 +99,13 @@ def test_an_unknown_alias_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TO", str(tmp_path / "to"))
     with pytest.raises(StageError, match="no version of 'lm' has the alias 'champion'"):
         export.export(Console(), [f"state={AppConfig(name='x', state=str(tmp_path)).state}"], None)
+
+
+def test_the_card_of_an_adapter_names_the_base_that_it_needs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {"digest": "b" * 64, "name": "owner/base", "revision": "f" * 40, "vocab_size": 9, "weights_sha256": "e" * 64}
+    registered(world, {"base.json": json.dumps(base).encode(), "adapter_model.safetensors": b"corrections"})
+    card = (run_export(world, monkeypatch, tmp_path / "to") / "README.md").read_text()
+    assert f"adapter on `owner/base` (revision {'f' * 40}, SHA-256 of the weights `{'e' * 64}`)" in card
+    assert "AutoModelForCausalLM" not in card

@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import pickle
 import subprocess
@@ -21,9 +23,10 @@ from pipelines.lease import owner_tag
 from pipelines.mirror import Mirror
 from pipelines.store import Store
 from pipelines.worker import Job
-from stages.artifacts import Rows
+from stages.artifacts import Checkpoint, Rows
 from stages.contract import StageError
 from stages.storage.bucket import Bucket
+from stages.storage.hashing import tree_digest
 from tests.pipelines.stubs import DoubleConfig, MakeConfig
 from tests.services import Service
 
@@ -177,3 +180,21 @@ def test_messages_stream_from_a_task_and_its_errors_keep_their_type(
     with pytest.raises(StageError, match=r"rows\.jsonl:3: broken"):
         rows = Rows(uri=Store.open(remote).object_uri(deposit.digest), digest=deposit.digest)
         host.execute_on_cluster(job_of(remote, DoubleConfig(trouble="user"), rows=rows), lambda *message: None)
+
+
+def test_an_adapter_brings_its_base_to_the_node(remote: AppConfig) -> None:
+    bucket = Bucket(f"{remote.store.root}/objects")
+
+    def put(**files: bytes) -> str:
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        digest = tree_digest(digests)
+        for name, data in files.items():
+            bucket.put(f"{digest}/{name}", data)
+        manifest = {"files": {name: {"sha256": sha256} for name, sha256 in digests.items()}}
+        bucket.put(f"{digest}/MANIFEST.json", json.dumps(manifest).encode())
+        return digest
+
+    base = put(**{"model.safetensors": b"weights"})
+    adapter = put(**{"base.json": json.dumps({"digest": base}).encode()})
+    found = Checkpoint(uri=f"{remote.store.root}/objects/{adapter}", digest=adapter).local()
+    assert (found.parent / base / "model.safetensors").read_bytes() == b"weights"

@@ -221,6 +221,14 @@ def test_impossible_adapters_are_refused(given, message):
         Adapter(**given)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reason is another one where there is a GPU")
+def test_a_base_in_four_bits_is_refused_with_the_reason(base):
+    with pytest.raises(
+        StageError, match="adapter.quantize: QLoRA needs an NVIDIA GPU, and this machine shows none; set it"
+    ):
+        adapters.attach(models.load(base.local()), Adapter(quantize=True), seed=0)
+
+
 def test_an_adapter_needs_a_base():
     with pytest.raises(ValueError, match="adapter must be null when no base input is connected"):
         config(adapter=Adapter()).check(frozenset({"dataset"}))
