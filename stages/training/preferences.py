@@ -19,7 +19,7 @@ from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job
 from stages.training.dpo_loss import SHOWN, PairLoss, log_probabilities, padded
-from stages.training.loss import Batch
+from stages.training.loss import Batch, on
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
 from stages.training.sampler import RowSampler
 from stages.training.world import World
@@ -91,7 +91,7 @@ class Preferences:
         self.facts = PairDataset(uri=job.dataset.resolve().as_uri()).summary()
         self.pairs = Pairs.read(job.dataset, "train")
         self.validation = Pairs.read(job.dataset, "validation")
-        self.model, reference = self._models(job.base)
+        self.model, reference = self._models(job.base, world)
         self.module = PairLoss(
             self.model, beta=job.recipe.beta, label_smoothing=job.recipe.label_smoothing, reference=reference
         )
@@ -103,12 +103,13 @@ class Preferences:
             seed=job.seed,
         )
 
-    def _models(self, base: Path) -> tuple[Any, Any]:
+    def _models(self, base: Path, world: World) -> tuple[Any, Any]:
         """(the policy, what gives the reference's log-probabilities or None when they are stored)."""
         loaded = models.load(base)  # an adapter that the base came with is merged: the reference is with it
         no_dropout(loaded)
         source = self._source()
-        frozen = copy.deepcopy(loaded).requires_grad_(False).eval() if source is ReferenceFrom.copy else None
+        copied = source is ReferenceFrom.copy
+        frozen = copy.deepcopy(loaded).requires_grad_(False).eval().to(world.device) if copied else None
         if self.recipe.adapter is not None:
             loaded = adapters.attach(loaded, self.recipe.adapter, self.job.seed)
             no_dropout(loaded)
@@ -196,11 +197,11 @@ def no_dropout(model: Any) -> None:
 @torch.no_grad()
 def summed(module: PairLoss, pairs: Pairs, rows: Int64, size: int, stored: bool) -> dict[str, float]:
     """What these pairs add to the loss and to each sum that is shown beside it."""
-    was_training = module.training
+    was_training, device = module.training, next(module.parameters()).device
     module.eval()
     sums = dict.fromkeys(("loss", *SHOWN), 0.0)
     for some in pairs.alike(rows, size):
-        loss, shown = module(**pairs.batch(some, stored))
+        loss, shown = module(**on(device, pairs.batch(some, stored)))
         for name, value in ({"loss": loss} | shown).items():
             sums[name] += float(value)
     module.train(was_training)

@@ -14,10 +14,15 @@ import torch
 import transformers
 
 from stages.artifacts import Checkpoint, EvalReport, PairDataset
+from stages.clean import CleanConfig, CleanResources, clean
 from stages.contract import Executor, GateRefused, StageError
 from stages.dpo import DpoConfig, dpo
 from stages.evaluate import EvaluateConfig, EvaluateResources, evaluate
 from stages.gate import GateConfig, Rules, gate
+from stages.ingest import IngestConfig, SourceConfig, ingest
+from stages.pair import PairConfig, PairResources, pair
+from stages.register import RegisterConfig, register
+from stages.text.choices import Documentation
 from stages.training import model as models
 from stages.training.config import Adapter, Job, Schedule, Shape
 from stages.training.dpo_loss import SHOWN, log_probabilities, padded, sigmoid_loss
@@ -27,6 +32,7 @@ from stages.training.resources import Launcher, TrainResources
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
 from tests.stages import tiny_pairs
+from tests.stages.test_pair import base as chat_base
 from tests.stages.test_training_loop import curve, run_until
 from tests.stages.tiny_pairs import BASE_DIGEST
 from tests.stages.training_jobs import losses, two_processes
@@ -411,3 +417,30 @@ def test_what_does_not_fit_is_refused_with_its_remedy(data, stored, base, tmp_pa
 def test_impossible_values_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         config(**values)
+
+
+@pytest.mark.slow
+def test_the_pipelines_stages_make_a_registered_model_of_the_documentation(tmp_path, make_context):
+    """Rows, clean rows, pairs, a tuned adapter, its judgement, a version: each stage reads what the one before it wrote."""
+    model = replace(chat_base(tmp_path / "tiny", "qwen25"), digest="ab" * 32)
+
+    def published(made: Any, digest: str) -> Any:
+        return replace(made, digest=digest * 32)
+
+    source = SourceConfig(documentation=Documentation.preference)
+    rows = ingest(IngestConfig(source=source, limit=150), make_context("ingest"))
+    inline = Executor.inline
+    corpus = clean(CleanConfig(resources=CleanResources(executor=inline)), make_context("clean"), rows)
+    resources = PairResources(executor=inline)
+    pairs = published(
+        pair(PairConfig(sequence_length=256, resources=resources), make_context("pair"), corpus, model), "cd"
+    )
+    assert pairs.summary()["train"]["pairs"] > 8 and pairs.summary()["validation"]["pairs"] > 0
+    cfg = config(adapter=Adapter(), max_steps=4, pairs_per_step=4, learning_rate=1e-2)
+    made = published(dpo(cfg, make_context("dpo"), pairs, model), "de")
+    report = published(judged(made, pairs, model, make_context("evaluate")), "ef")
+    assert report.summary()["metrics"]["drift"] > 0
+    approval = gate(GateConfig(rules=Rules(max_validation_loss=5.0)), make_context("gate"), made, report)
+    ctx = make_context("register")
+    version = register(RegisterConfig(name="dpo"), ctx, approval, made, report, pairs=pairs)
+    assert version.summary()["version"] == 1 and ctx.registry.tags["dpo", 1]["data_fingerprint"] == pairs.digest
