@@ -21,7 +21,7 @@ from stages.training.config import Job, TokenRecipe
 from stages.training.loss import SummedLoss, summed
 
 FACTS, LOGITS = "expected.json", "logits.safetensors"
-ROWS = 16
+ROWS = 32
 """Rows of the validation split on which the loss is compared: all of a small one, and some seconds of a large model."""
 
 
