@@ -76,6 +76,10 @@ class Report:
         numbers = self.summary
         lines = [self.plan] if self.plan else []
         lines += [f"{name}: {value:.6g}" for name, value in numbers.items()]
+        if "estimated_memory_bytes" in numbers:
+            memory = numbers["peak_memory_bytes"] / numbers["estimated_memory_bytes"]
+            seconds = numbers["timed_seconds"] / max(numbers["estimated_seconds"], 1e-9)
+            lines.append(f"found beside estimated: {memory:.2f} times the memory, {seconds:.2f} times the seconds")
         if "flops_per_token" in numbers:
             lines.append(
                 "MFU = tokens_per_second_padded / workers * flops_per_token / peak_flops; "
