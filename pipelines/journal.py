@@ -206,19 +206,24 @@ class Run:
             self.failed = f"{self.path} cannot be written ({error.strerror})"
 
     def _drain(self) -> None:
-        """Send all lines in order. Texts that fail come last: they may go to another place, which holds no metric up."""
+        try:
+            self._sent = self._send_all()
+        finally:
+            self._sender.close()
+        if self._sent:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+    def _send_all(self) -> bool:
+        """Send all lines in order; False when somebody gave up. Texts that fail come last: they may go to another place, which holds
+        no metric up."""
         texts = []
         for line in self._lines():
             if not self._deliver(line, insist=line["op"] != "text"):
                 if self._given_up.is_set():
-                    return
+                    return False
                 texts.append(line)
-        if not all(self._deliver(line) for line in texts):
-            return
-        self._sent = True
-        self._sender.close()
-        with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        return all(self._deliver(line) for line in texts)
 
     def _deliver(self, line: dict[str, Any], insist: bool = True) -> bool:
         """Whether the store took the line; insisting means until somebody gives up."""

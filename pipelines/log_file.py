@@ -31,5 +31,8 @@ def start(app: AppConfig) -> None:
             f"state={app.state}: {directory} cannot be written ({error.strerror}); choose another with state=<directory>"
         ) from error
     _logs.append(directory)
+    logging.raiseExceptions = (
+        False  # on a full disk a line of the log is lost, not the console under tracebacks about it
+    )
     logging.captureWarnings(True)
     warnings.simplefilter("default")

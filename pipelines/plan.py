@@ -196,7 +196,8 @@ def _payload(app: AppConfig, step: Step, inputs: dict[str, str], resolver: Resol
         payload = fp.payload(step.stage, step.cfg, app.seed, inputs, sources)
         fp.canonical(payload)
     except (StageError, TypeError, ValueError) as error:  # a missing source, or a value without a stable form
-        raise ConfigError(f"stages.{step.name}: {error}") from error
+        said, stage = str(error), f"stages.{step.name}"
+        raise ConfigError(said if said.startswith(f"{stage}.") else f"{stage}: {said}") from error
     return payload
 
 

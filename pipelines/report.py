@@ -291,8 +291,9 @@ def loss_curve(curves: dict[str, list[tuple[int, float]]], width: int = 760, hei
         parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8883"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{value:.2f}</text>')
         x, _ = place(x_max * i / 4, low)
+        anchor = "end" if i == 4 else "middle"  # the last would reach over the edge
         parts.append(
-            f'<text x="{x:.1f}" y="{height - 16}" text-anchor="middle" fill="currentColor">{round(x_max * i / 4)}</text>'
+            f'<text x="{x:.1f}" y="{height - 16}" text-anchor="{anchor}" fill="currentColor">{round(x_max * i / 4)}</text>'
         )
     parts.append(f'<text x="{width / 2}" y="{height - 2}" text-anchor="middle" fill="currentColor">step</text>')
     styles = {"loss": ("var(--a)", "training"), "validation_loss": ("var(--b)", "validation")}

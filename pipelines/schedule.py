@@ -76,6 +76,7 @@ class Schedule:
             pass
         for name, _, _ in found:
             self._threads.pop(name).join()
+            self._release(name)  # not before it is known how it ended: after a failure nothing may take its place
         return found
 
     def stop(self, patience_s: float) -> None:
@@ -91,7 +92,6 @@ class Schedule:
             result = work(Share(self, name, cpus))
         except BaseException as raised:
             error = raised
-        self._release(name)
         self._ended.put((name, result, error))
 
     def _claim(self, name: str, cpus: float) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.contract import ResourcesUnavailable
 
-SETTLE_S = 5.0
+SETTLE_S = 10.0
 """What an earlier stage has just given back takes a moment to be counted."""
 
 

@@ -114,7 +114,10 @@ def make(project: Project, tmp_path: Path) -> list[str]:
     ready.touch()  # newer than everything that setup depends on
     tool = f"{sys.executable} -m tests.faults.command"
     words = project.command()[project.command().index("run") + 1 :]
-    project.env["CONF"] = str(project.conf)
+    project.env |= {
+        "CONF": str(project.conf),
+        "MAKEFLAGS": "",
+    }  # the words of a make around the tests are not for this one
     overrides = [word for word in words if "=" in word]
     return ["make", "-C", str(ROOT), "--no-print-directory", "run", f"READY={ready}", f"RAYKEEL={tool}", *overrides]
 

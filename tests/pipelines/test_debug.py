@@ -69,7 +69,7 @@ def test_a_stage_stops_before_its_first_line_and_runs_to_its_end_in_a_scratch_di
 @pytest.mark.slow
 def test_it_stops_again_where_an_error_is_raised_and_ends_with_the_stages_own_exit_code(ingested: Path) -> None:
     said = cli(
-        ingested, "debug", "stages.clean.min_characters=199999", stage="clean", typed="c\nw\np came\nq\n", code=2
+        ingested, "debug", "stages.clean.min_characters=199999", stage="clean", typed="c\nw\np tally.rows\nq\n", code=2
     )
     assert "StageError: all 300 rows were filtered out" in said
     assert "(Pdb) 300\n" in said, "the frame that raised is the one that answers"

@@ -77,6 +77,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     raise AssertionError(f"no strategy for {hint}: add one, so that this kind of field is proved too")
 
 
+EACH = "each"
+"""The key under which a mapping of groups has its one example."""
+
+
 def filled(cls: type, drawn: dict[str, Any]) -> Any:
     made = example(cls)
     for name, value in drawn.items():
@@ -94,9 +98,10 @@ def fields(
         belongs = identity and not outside
         yield (*where, f.name), hints[f.name], belongs
         inner = [h for h in (hints[f.name], *typing.get_args(hints[f.name])) if dataclasses.is_dataclass(h)]
+        each = (EACH,) if typing.get_origin(hints[f.name]) is dict else ()
         for nested in inner:
             assert isinstance(nested, type)
-            yield from fields(nested, (*where, f.name), identity=belongs)
+            yield from fields(nested, (*where, f.name, *each), identity=belongs)
 
 
 def set_at(cfg: Any, path: tuple[str, ...], value: Any) -> tuple[Any, Any]:
@@ -104,7 +109,7 @@ def set_at(cfg: Any, path: tuple[str, ...], value: Any) -> tuple[Any, Any]:
     changed = copy.deepcopy(cfg)
     place = changed
     for name in path[:-1]:
-        place = getattr(place, name)
+        place = place[EACH] if name == EACH else getattr(place, name)
         assert place is not None
     before = getattr(place, path[-1])
     object.__setattr__(place, path[-1], value)
@@ -116,7 +121,9 @@ def whole(cls: type) -> Any:
     made = example(cls)
     for name, hint in typing.get_type_hints(cls).items():
         groups = [h for h in typing.get_args(hint) if dataclasses.is_dataclass(h)]
-        if groups and getattr(made, name) is None:
+        if groups and typing.get_origin(hint) is dict:
+            object.__setattr__(made, name, {EACH: whole(groups[0])})  # type: ignore[arg-type]
+        elif groups and getattr(made, name) is None:
             object.__setattr__(made, name, whole(groups[0]))  # type: ignore[arg-type]
     return made
 
@@ -344,7 +351,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "__init__.py": "",
         "verb.py": f"def work():\n    from {name}.near import near\n    return near()\n",
         "near/__init__.py": "from ..deep.far import LIMIT\n\ndef near():\n    return LIMIT\n",
-        "deep/far.py": "import json\nimport stages.text.normalise\nLIMIT = 3\n",
+        "deep/far.py": "import json\nimport stages.text.record\nLIMIT = 3\n",
         "unrelated.py": "X = 1\n",
     }
     for file, text in files.items():
@@ -360,7 +367,7 @@ def test_a_private_stages_code_is_followed_two_imports_deep(private: Path) -> No
 
     before = digests()
     own = {f"{private.name}/{file}" for file in ("__init__.py", "verb.py", "near/__init__.py", "deep/far.py")}
-    assert before.keys() == own | {"stages/text/__init__.py", "stages/text/normalise.py"}
+    assert before.keys() == own | {"stages/text/__init__.py", "stages/text/record.py"}
     far = private / "deep" / "far.py"
     far.write_text('"""Said."""\n' + far.read_text().replace("LIMIT = 3", "# why\nLIMIT = (\n    3\n)"))
     assert digests() == before

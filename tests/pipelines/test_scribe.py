@@ -79,6 +79,7 @@ def test_a_scribe_that_is_killed_in_the_middle_loses_nothing_and_doubles_nothing
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "cut"])
 def test_a_new_run_whose_answer_was_lost_is_made_once(bare: Path, how: str) -> None:
     store = Dictation(desk_of(bare), "stub")
@@ -105,6 +106,7 @@ def test_a_new_run_whose_answer_was_lost_is_made_once(bare: Path, how: str) -> N
     store.close()
 
 
+@pytest.mark.slow
 def test_a_killed_driver_is_seen_by_the_scribe_which_closes_its_runs_at_once(bare: Path) -> None:
     run = command(bare, "run", "pipeline=stub", "stages.double.seconds=60")
     await_(lambda: executions(bare) == ["make", "double"], 60)
@@ -116,6 +118,7 @@ def test_a_killed_driver_is_seen_by_the_scribe_which_closes_its_runs_at_once(bar
     assert status == {"stub": "KILLED", "double": "KILLED", "make": "FINISHED"}
 
 
+@pytest.mark.slow
 def test_what_a_driver_could_not_say_before_it_was_killed_is_read_from_its_journal(bare: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from tests.pipelines.scribed import desk_of;"
@@ -133,6 +136,7 @@ def test_what_a_driver_could_not_say_before_it_was_killed_is_read_from_its_journ
     assert runs(bare)["last"].data.metrics == {"loss": 0.5} and not list((bare / "spool").glob("*.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["mlflow", "."])
 def test_a_store_that_is_taken_away_is_not_written_to_as_a_ghost(bare: Path, fresh_mlflow: Path, what: str) -> None:
     Dictation(desk_of(bare), "stub").close()
@@ -147,6 +151,7 @@ def test_a_store_that_is_taken_away_is_not_written_to_as_a_ghost(bare: Path, fre
     store.close()
 
 
+@pytest.mark.slow
 def test_a_scribe_whose_state_root_is_gone_ends_within_seconds(bare: Path) -> None:
     Dictation(desk_of(bare), "stub").close()
     (one,) = desks.running(bare)
@@ -155,6 +160,7 @@ def test_a_scribe_whose_state_root_is_gone_ends_within_seconds(bare: Path) -> No
     assert not Path(one["socket"]).parent.exists() and not bare.exists()
 
 
+@pytest.mark.slow
 def test_a_scribe_that_was_not_needed_for_long_ends(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYKEEL_SCRIBE_IDLE_S", "0.5")
     store = Dictation(desk_of(bare), "stub")
@@ -179,6 +185,7 @@ def test_a_scribe_that_does_not_answer_is_replaced(bare: Path, monkeypatch: pyte
     store.close()
 
 
+@pytest.mark.slow
 def test_other_rights_or_another_code_are_served_by_another_scribe_and_the_idle_one_goes(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +222,7 @@ def test_nobody_else_can_talk_to_it_and_nothing_secret_is_seen_of_it(state: Path
         assert "CANARY" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_state_root_with_a_long_path_has_a_socket_all_the_same(tmp_path: Path, fresh_mlflow: Path) -> None:
     deep = tmp_path / ("d" * 100) / "state"
     shutil.copytree(fresh_mlflow, deep)
@@ -243,6 +251,7 @@ def test_errors_come_back_as_what_they_are(state: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_several_first_drivers_share_one_scribe(bare: Path) -> None:
     opened: list[Dictation] = []
     threads = [threading.Thread(target=lambda: opened.append(Dictation(desk_of(bare), "stub"))) for _ in range(4)]

@@ -28,6 +28,7 @@ STRANGER = 54321
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user")
 
 
+@pytest.mark.slow
 def test_a_paused_scribe_is_replaced_within_seconds_and_nothing_is_missing(bare: Path) -> None:
     store = Dictation(desk_of(bare), "stub")
     parent = store.start_parent("parent", {})
@@ -88,6 +89,7 @@ def test_what_killed_scribes_leave_is_swept_away_by_the_next_one(bare: Path, mon
     assert list(desk_of(bare).records.glob("*.json")) == [desk_of(bare).record]
 
 
+@pytest.mark.slow
 def test_a_scribe_that_nobody_can_find_any_more_serves_those_it_has_and_ends(bare: Path) -> None:
     store = Dictation(desk_of(bare), "stub")
     run = store.start_parent("first", {})
@@ -198,6 +200,7 @@ def test_a_driver_that_was_paused_while_it_started_a_scribe_does_not_hold_others
     Dictation(desk_of(bare), "stub").close()
 
 
+@pytest.mark.slow
 def test_a_place_where_no_scribe_can_be_announced_is_named(bare: Path) -> None:
     desk_of(bare).records.write_text("in the way")
     with pytest.raises(ResourcesUnavailable, match=r"cannot be started .*scribes"):
