@@ -56,7 +56,7 @@ class StageResources:
         return 1.0
 
     def inline(self) -> bool:
-        """Whether a stage that otherwise runs on Ray does without it, all in its own process."""
+        """Whether a stage that otherwise runs on Ray does without it."""
         return False
 
 

@@ -9,31 +9,34 @@ with its process.
 
 import os
 import shutil
-import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.artifacts import Checkpoint
 from stages.contract import Context, StageError
+from stages.launching import rank
+from stages.launching.torchrun import under_torchrun
 from stages.training.config import Job
 from stages.training.preflight import require_cpus
 from stages.training.report import Report
 from stages.training.resources import Launcher, TrainResources
 
-REFUSED, TRACES, PLACED = "refused.txt", "traces", "placement_group"
+PLACED = "placement_group"
 POLL_S = 0.25
 
 
 def launch(resources: TrainResources, ctx: Context, job: Job) -> Checkpoint:
     """Train to the end and copy the export into `ctx.output`. Goes on from what an earlier attempt left in `job.work`."""
-    (job.work / REFUSED).unlink(missing_ok=True)
+    (job.work / rank.REFUSED).unlink(missing_ok=True)
+    shutil.rmtree(job.work / rank.TRACES, ignore_errors=True)
     report = Report(ctx, job.work)
     if resources.launcher is Launcher.inline:
         from stages.training.loop import run
 
         run(job, report.poll)
+    elif resources.launcher is Launcher.torchrun:
+        under_torchrun(resources, ctx, job, report)
     else:
         _under_ray(resources, ctx, job, report)
     report.finish()
@@ -57,7 +60,6 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
         free=lambda: ray.available_resources().get("CPU", 0.0),
         fields=(f"stages.{job.verb}.resources.workers", f"stages.{job.verb}.resources.cpus_per_worker"),
     )
-    shutil.rmtree(job.work / TRACES, ignore_errors=True)
     (job.work / PLACED).unlink(missing_ok=True)
     ctx.progress(0.0, f"starting {resources.workers} workers")
     fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1, scheduling_strategy=here())(_fit)
@@ -65,9 +67,9 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
     try:
         while not ray.wait([outcome], timeout=POLL_S)[0]:
             report.poll()
-            if (job.work / REFUSED).exists():
+            if (job.work / rank.REFUSED).exists():
                 ray.wait([outcome], timeout=5.0)  # `fit()` is about to return
-                raise StageError((job.work / REFUSED).read_text("utf-8"))
+            rank.stop_if_refused(job)
         error = ray.get(outcome)
     except BaseException as stopped:
         _take_down(outcome, job.work)
@@ -75,10 +77,9 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
             raise stopped.__cause__ from None  # what Ray's C code makes of a Ctrl-C that arrives inside its wait
         raise
     report.poll()
-    if (job.work / REFUSED).exists():
-        raise StageError((job.work / REFUSED).read_text("utf-8"))
+    rank.stop_if_refused(job)
     if error:
-        raise StageError(f"{error}; the workers' tracebacks are in {job.work / TRACES}")
+        raise StageError(f"{error}; the workers' tracebacks are in {job.work / rank.TRACES}")
 
 
 def _take_down(outcome: Any, work: Path) -> None:
@@ -130,7 +131,7 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
             name=fingerprint,
             storage_path=str(job.work / "ray"),
             failure_config=FailureConfig(max_failures=resources.max_failures, controller_failure_limit=2),
-            worker_runtime_env={"env_vars": _torchrun_environment(resources)},
+            worker_runtime_env={"env_vars": rank.environment(resources)},
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
@@ -144,44 +145,11 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     return None
 
 
-def _torchrun_environment(resources: TrainResources) -> dict[str, str]:
-    """What torchrun gives its workers and Ray Train does not."""
-    return {"OMP_NUM_THREADS": str(resources.threads_per_worker), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-
-
 def _worker(config: Mapping[str, Any]) -> None:
-    """One rank under Ray Train. Only the death of a process is worth another try: any other error would come again, so it
-    is left in a file that makes the driver stop at once."""
+    """One rank under Ray Train."""
     import ray
-
-    from stages.training.loop import run
 
     job: Job = config["job"]
     if os.environ.get("RANK", "0") == "0":
         (job.work / PLACED).write_text(ray.util.get_current_placement_group().id.hex())
-    try:
-        run(job)
-    except Exception as error:
-        rank = os.environ.get("RANK", "0")
-        (job.work / TRACES).mkdir(parents=True, exist_ok=True)
-        trace = job.work / TRACES / f"rank-{rank}-{time.time_ns()}.txt"
-        trace.write_text(traceback.format_exc(), "utf-8")
-        if isinstance(error, StageError):
-            _refuse(job, str(error))
-        elif not _lost_peer(error):
-            _refuse(job, f"training worker {rank}: {type(error).__name__}: {error}; traceback in {trace}")
-        raise
-
-
-def _lost_peer(error: Exception) -> bool:
-    import torch.distributed
-
-    return (
-        isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
-    )
-
-
-def _refuse(job: Job, message: str) -> None:
-    temporary = job.work / f"{REFUSED}.{os.getpid()}"
-    temporary.write_text(message, "utf-8")
-    temporary.replace(job.work / REFUSED)
+    rank.train(job)

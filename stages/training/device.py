@@ -24,6 +24,11 @@ def of_this_worker() -> torch.device:
     return device
 
 
+def untried(device: torch.device) -> str | None:
+    """What a run on this device should say before anything else, because no test has been there."""
+    return None if device.type == "cpu" else UNTRIED
+
+
 def require(precision: Precision, device: torch.device) -> None:
     """StageError when the device has no such arithmetic."""
     if precision is Precision.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):

@@ -37,7 +37,7 @@ def run(job: Job, on_line: Callable[[], None] = lambda: None) -> None:
     Rank 0 appends to `metrics.jsonl`; `on_line` is called after each line (a launcher in this process reports from it).
     StageError (on all ranks) when the data set does not fit the model or too many steps are not finite.
     """
-    with joined() as world, repeatable(job.threads):
+    with joined(job.collective_timeout_s) as world, repeatable(job.threads):
         _run(job, world, on_line)
 
 
@@ -83,6 +83,8 @@ class Training:
     def resume(self) -> int:
         """Load the newest whole checkpoint, which rank 0 picks for all, and return the step to go on with."""
         _record_environment(self.job, self.world)
+        if warning := device.untried(self.world.device):
+            self.line(event=warning)
         found = None
         if self.world.rank == 0:
             found = checkpoints.newest(self.checkpoints, lambda text: self.line(event=text))

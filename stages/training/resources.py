@@ -14,6 +14,7 @@ class Launcher(Enum):
     """Who starts the training processes."""
 
     ray = "ray"
+    torchrun = "torchrun"
     inline = "inline"
 
 
@@ -22,11 +23,12 @@ class TrainResources(StageResources):
     """How training is computed; none of it changes the result beyond rounding."""
 
     launcher: Launcher = Launcher.ray
-    """`ray`: Ray Train workers. `inline`: one process, this one; for debugging and comparison."""
+    """`ray`: Ray Train workers. `torchrun`: the same workers under torchrun's agent, on this machine, without Ray. `inline`:
+    one process, this one; for debugging and comparison."""
     workers: int = 2
-    """Data-parallel workers under `ray`, one process each; `inline` always has one."""
+    """Data-parallel workers under `ray` and `torchrun`, one process each; `inline` always has one."""
     cpus_per_worker: float = 1.0
-    """Logical CPUs that Ray reserves for each worker."""
+    """Logical CPUs that Ray reserves for each worker; the other launchers reserve none and count threads_per_worker."""
     threads_per_worker: int = 1
     """Threads of one worker's tensor operations (also OMP_NUM_THREADS)."""
     micro_batch_rows: int = 8
@@ -44,7 +46,7 @@ class TrainResources(StageResources):
     max_failures: int = 3
     """How often dead workers are replaced before the stage fails."""
     worker_start_timeout_s: int = 60
-    """Seconds that workers may take to be placed."""
+    """Seconds that workers may take to be placed by Ray."""
     collective_timeout_s: int = 120
     """Seconds that a worker may wait for the others before the attempt counts as failed."""
 
@@ -59,10 +61,13 @@ class TrainResources(StageResources):
     def of_job(self) -> dict[str, Any]:
         """What of this the loop is told: fields of `stages.training.config.Job`."""
         names = ("micro_batch_rows", "checkpoint_every", "keep_checkpoints", "gradient_checkpointing", "peak_tflops")
+        names += ("collective_timeout_s",)
         return {name: getattr(self, name) for name in names} | {"threads": self.threads_per_worker}
 
     def inline(self) -> bool:
-        return self.launcher is Launcher.inline
+        return self.launcher is not Launcher.ray
 
     def cpus_wanted(self) -> float:
-        return self.workers * self.cpus_per_worker if self.launcher is Launcher.ray else float(self.threads_per_worker)
+        if self.launcher is Launcher.ray:
+            return self.workers * self.cpus_per_worker
+        return float(self.threads_per_worker * (self.workers if self.launcher is Launcher.torchrun else 1))

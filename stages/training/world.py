@@ -16,7 +16,6 @@ import torch.distributed
 from stages.training.device import of_this_worker
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 120
 SHOWN = ("OMP_", "MKL_", "NCCL_", "TORCH", "GLOO_", "CUDA_", "MASTER_", "LOCAL_", "NODE_RANK", "RANK", "WORLD_SIZE")
 
 
@@ -51,7 +50,7 @@ class World:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined(timeout_s: int) -> Iterator[World]:
     """The process group that a launcher has made, or that RANK and WORLD_SIZE describe, or this process alone."""
     device = of_this_worker()
     if torch.distributed.is_initialized():
@@ -59,7 +58,7 @@ def joined() -> Iterator[World]:
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo sums what World.sum gives it, which stays on the processor; gradients on GPUs go through nccl.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
         # Not after an error: what still hangs on the group (the error's own frames) can make this wait for ever.
         torch.distributed.destroy_process_group()

@@ -224,7 +224,7 @@ def test_impossible_adapters_are_refused(given, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reason is another one where there is a GPU")
 def test_a_base_in_four_bits_is_refused_with_the_reason(base):
     with pytest.raises(
-        StageError, match="adapter.quantize: QLoRA needs an NVIDIA GPU, and this machine shows none; set it"
+        StageError, match=r"adapter\.quantize: QLoRA needs an NVIDIA GPU, and this machine shows none; set it"
     ):
         adapters.attach(models.load(base.local()), Adapter(quantize=True), seed=0)
 

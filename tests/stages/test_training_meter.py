@@ -8,9 +8,13 @@ import torch
 
 from stages.text.packed import PackedSplit
 from stages.training.config import Precision
-from stages.training.device import peak_flops
+from stages.training.device import UNTRIED, peak_flops
+from stages.training.loop import Training
 from stages.training.loss import real_tokens
 from stages.training.meter import Meter, free_memory, histogram, quantile, resident
+from stages.training.world import World
+from tests.stages import tiny_dataset as tiny
+from tests.stages.training_jobs import config, job
 
 CPU = torch.device("cpu")
 
@@ -80,3 +84,12 @@ def test_padding_is_the_last_document_of_one_id_without_a_label():
     starts = [np.array(s, np.int32) for s in ([0, 3], [0, 3], [0], [0, 3])]
     split = PackedSplit(ids, labels.astype(np.int32), starts, ["a"] * 4)
     assert real_tokens(split).tolist() == [3, 6, 6, 6]
+
+
+def test_a_run_on_a_device_that_no_test_has_used_says_so_first(tmp_path):
+    data = tiny.dataset(tmp_path)[0]
+    for kind, said in (("cpu", []), ("meta", [UNTRIED])):
+        training = Training(job(config(), data, tmp_path / kind), World(0, 1, torch.device(kind)), lambda: None)
+        training.resume()
+        events = [line["event"] for line in tiny.lines(tmp_path / kind / "metrics.jsonl") if "event" in line]
+        assert events == said
