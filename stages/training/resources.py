@@ -60,8 +60,8 @@ class TrainResources(StageResources):
 
     def of_job(self) -> dict[str, Any]:
         """What of this the loop is told: fields of `stages.training.config.Job`."""
-        names = ("micro_batch_rows", "checkpoint_every", "keep_checkpoints", "gradient_checkpointing", "peak_tflops")
-        names += ("collective_timeout_s",)
+        names = ["micro_batch_rows", "checkpoint_every", "keep_checkpoints", "gradient_checkpointing", "peak_tflops"]
+        names += ["collective_timeout_s"]
         return {name: getattr(self, name) for name in names} | {"threads": self.threads_per_worker}
 
     def inline(self) -> bool:
