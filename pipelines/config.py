@@ -226,7 +226,7 @@ def compose(overrides: list[str], conf: str | None = None) -> AppConfig:
     """Compose `conf/config.yaml` with the overrides into dataclasses. Raises ConfigError with one message."""
     import stages
 
-    overrides = [_model_shorthand(override, conf) for override in overrides]
+    overrides = _model_shorthand(overrides, conf)
     name = composed.key(ROOT, Path(conf).resolve() if conf else None, overrides)
     stages.load()
     app: AppConfig | None = composed.load(COMPOSED, name) if name else None
@@ -245,7 +245,7 @@ def compose_node(overrides: list[str], conf: str | None = None) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     register_schemas()
-    overrides = [_model_shorthand(override, conf) for override in overrides]
+    overrides = _model_shorthand(overrides, conf)
     if conf:
         if not Path(conf).is_dir():
             raise ConfigError(
@@ -296,13 +296,18 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _model_shorthand(override: str, conf: str | None) -> str:
+def _model_shorthand(overrides: list[str], conf: str | None) -> list[str]:
     """`model=` picks an option of conf/model, or one of conf/fetch; a path or a registry URI is the source of the `fetch`
-    stage instead."""
-    key, equals, value = override.partition("=")
-    if key == "model" and any((Path(root) / "fetch" / f"{value}.yaml").is_file() for root in (CONF, conf) if root):
-        return f"fetch={value}"
-    if key == "model" and equals and ("/" in value or value.startswith("models:") or Path(value).is_dir()):
-        quoted = value if value[:1] in "'\"" else f"'{value}'"
-        return f"stages.fetch.source={quoted}"
-    return override
+    stage instead, which then has nothing else of the option that the pipeline would take."""
+    written: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if key == "model" and any((Path(root) / "fetch" / f"{value}.yaml").is_file() for root in (CONF, conf) if root):
+            written.append(f"fetch={value}")
+        elif key == "model" and equals and ("/" in value or value.startswith("models:") or Path(value).is_dir()):
+            quoted = value if value[:1] in "'\"" else f"'{value}'"
+            chosen = any(other.startswith("fetch=") for other in overrides)
+            written += [*([] if chosen else ["fetch=model"]), f"stages.fetch.source={quoted}"]
+        else:
+            written.append(override)
+    return written

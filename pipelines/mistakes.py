@@ -4,8 +4,12 @@ Hydra and OmegaConf have a dozen ways to say it and let some mistakes pass (`+ke
 
 import dataclasses
 import difflib
+import re
 import typing
+from pathlib import Path
 from typing import Any
+
+CONF = Path(__file__).parents[1] / "conf"
 
 
 class ConfigError(ValueError):
@@ -93,8 +97,20 @@ def explain(error: Exception, overrides: list[str]) -> str:
     if isinstance(cause, MissingConfigException):
         return _missing_option(cause)
     text = " ".join(str(error).split())
-    return text.replace("Could not override", "cannot override").replace(
-        " To append to your default list use", ". To add it use"
+    if missing := re.match(r"Could not override '([\w/]+)'", text):
+        return _no_such_choice(missing.group(1))
+    return text
+
+
+def _no_such_choice(group: str) -> str:
+    """The pipeline takes no option of this group: most often a stage that it does not have."""
+    having = sorted(
+        file.stem for file in (CONF / "pipeline").glob("*.yaml") if f"- /{group}:" in file.read_text("utf-8")
+    )
+    return f"the pipeline has no {group} to choose an option for" + (
+        f"; pipelines that have it: {', '.join(having)} (pipeline={having[0]})"
+        if having
+        else f": no pipeline has {group}"
     )
 
 

@@ -199,3 +199,14 @@ def test_a_sweep_is_hydras_grid() -> None:
     fixed, axes = axes_of(["a=1,2", "b=x", "c=range(0,2)"])
     assert fixed == ["b=x"]
     assert grid(axes) == [["a=1", "c=0"], ["a=1", "c=1"], ["a=2", "c=0"], ["a=2", "c=1"]]
+
+
+def test_a_place_for_a_model_replaces_the_whole_option_that_the_pipeline_takes() -> None:
+    fetch = compose(["pipeline=sft", "model=models:/mine@champion"]).stages["fetch"]
+    assert fetch.source == "models:/mine@champion"
+    assert fetch.sha256 is None and fetch.name is None, "what the wheel had beside its source"
+
+
+def test_an_option_for_a_stage_that_the_pipeline_lacks_names_pipelines_that_have_it() -> None:
+    with pytest.raises(ConfigError, match=r"no fetch to choose .*dpo, finetune, preferences, sft, synthesize"):
+        compose(["model=models:/mine@champion"])
