@@ -100,6 +100,8 @@ class Training:
             self.optimizer.load_state_dict(state["optimizer"])
             self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
             self.line(event=f"resumed from step {step}")
+        elif self.writer and self.writer.found:
+            self.line(event="begins again at step 0: the attempt before left no checkpoint")
         self.model.train()
         self.ddp: Any = self.loss
         if self.world.size > 1:
