@@ -38,7 +38,7 @@ def plan(console: Console, overrides: list[str], conf: str | None) -> int:
     if console.json:
         sys.stdout.write(json.dumps(reasons.as_json(app, steps), indent=1) + "\n")
         return 0
-    console.plan(app.name, steps, planning.announcements(steps, app.state_root))
+    console.plan(app.name, steps, planning.announcements(app, steps))
     console.line(reasons.summary(steps))
     return 0
 

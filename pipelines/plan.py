@@ -5,6 +5,7 @@ Reads the store and asks light questions only (one GET of an endpoint, one row o
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 from pipelines import cost, edges, reasons
 from pipelines import fingerprint as fp
-from pipelines.config import WAIVABLE, AppConfig
+from pipelines.config import WAIVABLE, AppConfig, ClusterMode
 from pipelines.mistakes import ConfigError, did_you_mean
 from pipelines.store import Record, Store
 from stages.artifacts import Artifact
-from stages.contract import STAGES, Resolver, Stage, StageConfig, StageError, StageResources
+from stages.contract import STAGES, Resolver, ResourcesUnavailable, Stage, StageConfig, StageError, StageResources
+from stages.training.estimate import require_room
+from stages.training.memory import total_memory
+from stages.training.outlook import Given, has_gpu
 
 STOPPED = "stopped with the run"
 
@@ -50,6 +54,8 @@ class Step:
     """Why its execution in this run gave no result."""
     expected: cost.Expected | None = None
     """What its execution should cost, from equal ones before; None when there were none."""
+    foreseen: Any = None
+    """`stages.training.estimate.Estimate` of a stage that trains and is not reused; None where too little is known."""
 
     @property
     def changes(self) -> list[str]:
@@ -129,6 +135,7 @@ def decide(app: AppConfig, steps: list[Step], store: Store, resolver: Resolver, 
             known[step.name] = step.record.digest
         else:
             step.expected = cost.expect((step.last or {}).get("recent", []), step.work, step.input_bytes)
+            step.foreseen = _foreseen(step, store)
 
 
 def decide_one(app: AppConfig, step: Step, store: Store, registry: Any) -> None:
@@ -219,13 +226,53 @@ def world_moved(step: Step, record: Record, store: Store, registry: Any, state: 
     return step.stage.holds(artifact(step, record, store), registry, state)
 
 
-def announcements(steps: Iterable[Step], state: Path) -> list[str]:
+def _foreseen(step: Step, store: Store) -> Any:
+    foresee: Callable[..., Any] | None = getattr(_module(step), "foreseen", None)
+    if foresee is None:
+        return None
+    upstream = {up.name: up for up in step.upstream}
+    inputs = {parameter: _given(upstream[name], store) for parameter, name in step.cfg.inputs.items()}
+    return foresee(step.cfg, inputs)
+
+
+def _given(up: Step, store: Store) -> Given:
+    def read(file: str) -> dict[str, Any] | None:
+        text = store.bucket.get(f"objects/{up.record.digest}/{file}") if up.record else None
+        return json.loads(text) if text else None
+
+    return Given(up.cfg, read)
+
+
+def require_memory(app: AppConfig, steps: Iterable[Step]) -> None:
+    """ResourcesUnavailable for a stage that can never fit this machine, before anything starts."""
+    for step in steps:
+        if refusal := _refusal(app, step):
+            raise ResourcesUnavailable(refusal)
+
+
+def _refusal(app: AppConfig, step: Step) -> str | None:
+    total = total_memory()
+    if step.foreseen is None or total is None or has_gpu() or app.cluster.mode is ClusterMode.attach:
+        return None
+    try:
+        require_room(step.foreseen, total, step.foreseen.workers, whole=True)
+    except ResourcesUnavailable as error:
+        return f"{step.name} does not fit this machine: {error}"
+    return None
+
+
+def _module(step: Step) -> Any:
+    return importlib.import_module(step.stage.function.__module__)
+
+
+def announcements(app: AppConfig, steps: Iterable[Step]) -> list[str]:
     """What a reader must know before it happens: "deploy replaces quickstart@3"."""
     lines = []
     for step in steps:
-        module = importlib.import_module(step.stage.function.__module__)
-        replaces: Callable[[StageConfig, Path], str | None] | None = getattr(module, "replaces", None)
-        if replaces and step.action != "reuse" and (served := replaces(step.cfg, state)):
+        if step.foreseen is not None:
+            lines.append(_refusal(app, step) or f"{step.name} should need {step.foreseen.text()}")
+        replaces: Callable[[StageConfig, Path], str | None] | None = getattr(_module(step), "replaces", None)
+        if replaces and step.action != "reuse" and (served := replaces(step.cfg, app.state_root)):
             lines.append(f"{step.name} replaces {served}, which keeps serving until the new version answers")
     return lines
 

@@ -66,6 +66,8 @@ def as_json(app: AppConfig, steps: list["Step"]) -> dict[str, Any]:
                 "bytes": s.record.meta.get("bytes") if s.record else None,
                 "expected_seconds": s.expected.seconds if s.expected else None,
                 "expected_bytes": s.expected.bytes if s.expected else None,
+                "estimated_memory_bytes": s.foreseen.memory if s.foreseen else None,
+                "estimated_seconds": (s.foreseen.seconds or None) if s.foreseen else None,
             }
             for s in steps
         ],

@@ -52,13 +52,14 @@ def run(app: AppConfig, session: Session, command: str, tags: dict[str, str] | N
     console = session.console
     steps, store = planned(app)
     outcome = Outcome(steps)
-    console.plan(app.name, steps, plan.announcements(steps, app.state_root))
+    console.plan(app.name, steps, plan.announcements(app, steps))
     if all(step.action == "reuse" for step in steps):
         console.line(f"0 of {len(steps)} stages to run: nothing changed.")
         session.tidy(app.name)
         return outcome
     plan.read_code(steps)
     room.require(app, store, ray=_needs_ray(steps))
+    plan.require_memory(app, steps)
     turns = Turns(store, app.run.lease_timeout_s)
     entry = ledger.Entry(store, app, command, tags or {}, steps)
     try:
@@ -94,7 +95,7 @@ def _confirmed(
         console.warn(f"{', '.join(gone)}: gone since the plan was made; planned anew")
         steps, _ = planned(app)
         entry.renew(steps)
-        console.plan(app.name, steps, plan.announcements(steps, app.state_root))
+        console.plan(app.name, steps, plan.announcements(app, steps))
 
 
 def _stands(store: Store, record: Record) -> bool:

@@ -5,12 +5,16 @@ training. The loop is train's (`stages.training.loop`), with another objective (
 is the business of `stages.launching`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stages.artifacts import Checkpoint, PairDataset
 from stages.contract import Context, StageError, stage
 from stages.launching.launch import launch
+from stages.training import outlook
 from stages.training.config import GOLDEN_PROMPTS, Job
+from stages.training.estimate import Estimate
+from stages.training.outlook import Given
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
 from stages.training.resources import TrainResources
 
@@ -48,6 +52,11 @@ def dpo(cfg: DpoConfig, ctx: Context, dataset: PairDataset, base: Checkpoint) ->
         **cfg.resources.of_job(),
     )
     return launch(cfg.resources, ctx, job)
+
+
+def foreseen(cfg: DpoConfig, inputs: Mapping[str, Given]) -> Estimate | None:
+    """What the run will need, for a plan."""
+    return outlook.foreseen(cfg, None, cfg.resources, inputs)
 
 
 def _require_fitting(cfg: DpoConfig, dataset: PairDataset, base: Checkpoint) -> None:

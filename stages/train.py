@@ -5,12 +5,16 @@ business of `stages.launching`. This file says what is trained, and on what.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stages.artifacts import Checkpoint, TokenDataset
 from stages.contract import Context, StageError, stage
 from stages.launching.launch import launch
+from stages.training import outlook
 from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, TokenRecipe
+from stages.training.estimate import Estimate
+from stages.training.outlook import Given
 from stages.training.resources import TrainResources
 
 
@@ -64,6 +68,11 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
         name = re.sub(r"[^\w./ -]", "_", source)  # what MLflow takes as the name of a metric
         ctx.tracker.log_metrics({f"{fact}_{name}": float(number) for fact, number in drawn.items()})
     return made
+
+
+def foreseen(cfg: TrainConfig, inputs: Mapping[str, Given]) -> Estimate | None:
+    """What the run will need, for a plan."""
+    return outlook.foreseen(cfg, cfg.model, cfg.resources, inputs)
 
 
 def _require_same_tokenizer(dataset: TokenDataset, base: Checkpoint | None) -> None:

@@ -107,16 +107,25 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
     from ray.train.v2.api.config import LoggingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
     from stages.storage.node import selector
 
+    class NotAfterRefusal(WorkerGroupCallback):
+        """Starts no workers for an error that would come again. They would also hold a placement group that the driver,
+        which takes this process down, cannot know yet."""
+
+        def before_worker_group_start(self, worker_group_context: Any) -> None:
+            rank.stop_if_refused(job)
+
     class Trainer(TorchTrainer):
         """Without the detached cleaner: it asks a dashboard whether the controller lives, and without one stays for ever."""
 
         def _create_default_callbacks(self) -> list[Any]:
-            return [c for c in super()._create_default_callbacks() if not isinstance(c, PlacementGroupCleanerCallback)]
+            kept = [c for c in super()._create_default_callbacks() if not isinstance(c, PlacementGroupCleanerCallback)]
+            return [*kept, NotAfterRefusal()]
 
     trainer = Trainer(
         _worker,

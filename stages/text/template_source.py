@@ -42,8 +42,8 @@ def required(directory: Path, override: str | None) -> str:
     if text is None:
         raise StageError(
             f"the tokenizer has no chat template ({FILE} is missing, tokenizer_config.json has no chat_template), and the data "
-            f"are chats; set stages.tokenize.chat_template to a file or to one of {', '.join(sorted(TEMPLATES))}, or bring "
-            "prompt/completion data"
+            f"are chats; set stages.tokenize.chat_template (of preference pairs: stages.pair.chat_template) to a file or to one of "
+            f"{', '.join(sorted(TEMPLATES))}, or bring prompt/completion data"
         )
     return text
 
@@ -113,7 +113,7 @@ def _given(override: str) -> str:
     path = Path(override)
     if not path.is_file():
         raise StageError(
-            f"stages.tokenize.chat_template={override}: there is no such file, and the built-in templates are "
+            f"chat_template={override}: there is no such file, and the built-in templates are "
             f"{', '.join(sorted(TEMPLATES))}"
         )
     try:

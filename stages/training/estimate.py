@@ -8,7 +8,8 @@ Memory of a worker = process + weights + gradients + optimizer + max(activations
     optimizer    adamw 8 bytes a trained number; adafactor rows and columns, and two buffers of the largest matrix
     activations  a layer keeps 6 * hidden + 4 * heads * head_dim + 4 * intermediate numbers a token, and one mask row (length
                  numbers) where documents are packed; with gradient checkpointing hidden numbers a token, and one layer whole.
-                 4 bytes a number, 2.7 in bfloat16 (measured on Llama). Logits: 3 * vocabulary * 4 bytes a token
+                 4 bytes a number, 2.7 in bfloat16 (measured on Llama). Logits: 3 * vocabulary * 4 bytes a token. Validation
+                 keeps one layer and logits, of a micro-batch that may be larger than what a step has for one worker
     export       the reloaded model, 4 bytes a number
     data         8 bytes a token of both splits
 
@@ -21,12 +22,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.contract import ResourcesUnavailable
+from stages.training.config import ALL_LINEAR, Adapter
 
 PROCESS_BYTES = 550 * 10**6
 """Python with torch and transformers: 480 MB before a model is there, the rest on its first step (measured)."""
 CPU_FLOPS = 5e10
 """Operations a second that training gets from one thread of a processor, where nothing better is known (measured on an EPYC:
 two threads train 12,500 tokens a second of 8.0 million operations each; an older or a busy processor gets a fraction)."""
+GPU_SHARE = 0.4
+"""Share of a GPU's peak that training is taken to get: published runs of this size reach 0.33 to 0.46."""
 HEADROOM = 0.9
 """Share of the free memory that a run may plan with."""
 
@@ -105,6 +109,7 @@ class Estimate:
     export: int
     data: int
     seconds: float
+    workers: int = 1
 
     @property
     def model(self) -> int:
@@ -120,8 +125,9 @@ class Estimate:
     def text(self) -> str:
         """One line: the whole and its parts."""
         parts = ("weights", "gradients", "optimizer", "activations", "data")
-        named = ", ".join(f"{name} {gigabytes(getattr(self, name))}" for name in parts)
-        return f"about {gigabytes(self.memory)} a worker ({named}) and {duration(self.seconds)}"
+        named = ", ".join(f"{name} {gigabytes(size)}" for name in parts if (size := getattr(self, name)))
+        time = f" and {duration(self.seconds)}" if self.seconds else ""
+        return f"about {gigabytes(self.memory)} a worker ({named}){time}"
 
 
 def training(
@@ -131,41 +137,72 @@ def training(
     micro_batch_rows: int,
     positions: int,
     data_tokens: int,
+    step_rows: int | None = None,
+    validation_rows: int | None = None,
     workers: int = 1,
     trained: int | None = None,
     lean_optimizer: bool = False,
     bfloat16: bool = False,
     gradient_checkpointing: bool = False,
+    reference_pass: bool = False,
+    frozen_copy: bool = False,
     flops_per_second: float = CPU_FLOPS,
 ) -> Estimate:
-    """A run over `positions` tokens of rows (padding included) in rows of `length`. `trained`: numbers with a gradient (None:
-    all); `data_tokens`: tokens of both splits; `flops_per_second`: what one worker gets."""
+    """A run over `positions` tokens of rows (padding included) in rows of `length`.
+
+    `trained`: numbers with a gradient (None: all); `step_rows`, `validation_rows`: what one worker has in a step, and in a pass
+    over the validation split, where that is less than a micro-batch; `data_tokens`: tokens of both splits; `reference_pass`: the
+    data go through a reference too, which is a second model where `frozen_copy`; `flops_per_second`: what one worker gets."""
     total = shape.parameters
     trained = total if trained is None else trained
     width = 6 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.intermediate + length
     kept = shape.layers * shape.hidden + width if gradient_checkpointing else shape.layers * width
-    tokens, number = length * micro_batch_rows, 2.7 if bfloat16 else 4.0
+    number = 2.7 if bfloat16 else 4.0
+    tokens, validated = (length * min(micro_batch_rows, n or micro_batch_rows) for n in (step_rows, validation_rows))
+    activations = max(tokens * (number * kept + 12 * shape.vocabulary), validated * (4 * width + 12 * shape.vocabulary))
     largest = max(shape.vocabulary, shape.intermediate) * shape.hidden
     rows_and_columns = trained // max(shape.hidden, 1) * 2
     operations = flops_per_token(shape, length, min(1.0, trained / total))
     if gradient_checkpointing:
         operations += flops_per_token(shape, length) / 3
+    if reference_pass:
+        operations += flops_per_token(shape, length) / 3
     return Estimate(
         process=PROCESS_BYTES,
-        weights=4 * total,
+        weights=4 * total * (2 if frozen_copy else 1),
         gradients=4 * trained,
         optimizer=4 * (rows_and_columns + 2 * largest) if lean_optimizer else 8 * trained,
-        activations=int(tokens * (number * kept + 12 * shape.vocabulary)),
+        activations=int(activations),
         export=4 * total,
         data=8 * data_tokens,
         seconds=positions * operations / (flops_per_second * workers),
+        workers=workers,
     )
 
 
-def require_room(estimate: Estimate, free: int, workers_here: int = 1) -> None:
-    """ResourcesUnavailable when the workers of one machine need more than it has free, with what would help most."""
+def adapter_numbers(shape: ModelShape, adapter: Adapter) -> int:
+    """What a LoRA adapter trains, by the names of Llama's modules; others count as none."""
+    queries, keys = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+    sides = {
+        "q_proj": shape.hidden + queries,
+        "k_proj": shape.hidden + keys,
+        "v_proj": shape.hidden + keys,
+        "o_proj": queries + shape.hidden,
+        "gate_proj": shape.hidden + shape.intermediate,
+        "up_proj": shape.hidden + shape.intermediate,
+        "down_proj": shape.intermediate + shape.hidden,
+    }
+    chosen = list(sides) if ALL_LINEAR in adapter.target_modules else adapter.target_modules
+    corrections = shape.layers * adapter.r * sum(sides.get(name, 0) for name in chosen)
+    whole = {"embed_tokens", "lm_head"} & set(adapter.modules_to_save)
+    return corrections + len(whole) * shape.vocabulary * shape.hidden
+
+
+def require_room(estimate: Estimate, there: int, workers_here: int = 1, *, whole: bool = False) -> None:
+    """ResourcesUnavailable when the workers of one machine need more than is `there` (free, or the `whole` machine), with what
+    would help most."""
     wanted = estimate.memory * workers_here
-    if wanted <= HEADROOM * free:
+    if wanted <= HEADROOM * there:
         return
     big = max(("activations", "optimizer", "weights"), key=lambda name: int(getattr(estimate, name)))
     ways = {
@@ -174,13 +211,15 @@ def require_room(estimate: Estimate, free: int, workers_here: int = 1) -> None:
         "weights": "train an adapter of the base, lower resources.workers, or take a smaller model",
     }
     raise ResourcesUnavailable(
-        f"training needs {estimate.text()}; {workers_here} here need {gigabytes(wanted)}, {gigabytes(free)} are free (of which "
-        f"{HEADROOM:.0%} may be planned with): {ways[big]}"
+        f"training needs {estimate.text()}; {workers_here} here need {gigabytes(wanted)}, "
+        f"{gigabytes(there)} are {'there' if whole else 'free'} (of which {HEADROOM:.0%} may be planned with): {ways[big]}"
     )
 
 
 def gigabytes(count: float) -> str:
-    """GB, or MB where that reads better."""
+    """GB, or MB or kB where that reads better."""
+    if count < 1e6:
+        return f"{count / 1e3:.0f} kB"
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 

@@ -19,7 +19,9 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.file = path.open("ab", buffering=0)
         with path.open("rb") as existing:
-            if existing.seek(0, os.SEEK_END) and existing.seek(-1, os.SEEK_END) >= 0 and existing.read(1) != b"\n":
+            self.found = existing.seek(0, os.SEEK_END) > 0
+            """Whether an earlier attempt has written here."""
+            if self.found and existing.seek(-1, os.SEEK_END) >= 0 and existing.read(1) != b"\n":
                 self.file.write(b"\n")
 
     def write(self, **values: Any) -> None:

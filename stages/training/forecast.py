@@ -8,12 +8,10 @@ from stages.training import adapters, estimate
 from stages.training.config import Algorithm, Job, Precision
 from stages.training.device import peak_flops
 from stages.training.estimate import Estimate, ModelShape
-from stages.training.meter import free_memory, resident
+from stages.training.memory import free_memory, resident
 from stages.training.objective import Objective
+from stages.training.pair_recipe import ReferenceFrom
 from stages.training.world import World
-
-GPU_SHARE = 0.4
-"""Share of a GPU's peak that training is taken to get: published runs of this size reach 0.33 to 0.46."""
 
 
 class Forecast:
@@ -28,24 +26,31 @@ class Forecast:
         self.trained = adapters.trained(objective.model)
         self.sequences = len(objective.weightless()["input_ids"])  # 2 of a pair
         self.rows, self.steps = objective.sampler.total_rows, objective.sampler.steps
+        self.step_rows = -(-objective.sampler.rows_per_step // world.size) * self.sequences
+        self.validation_rows = -(-len(objective.validation) // world.size) * self.sequences
         self.data = objective.sampler.rows * self.sequences * self.length
+        self.reference = objective.reference
         self.estimate = self._estimate() if self.shape else None
 
     def _estimate(self) -> Estimate:
         assert self.shape is not None
         recipe = self.job.recipe
-        rate = GPU_SHARE * self.peak if self.peak else estimate.CPU_FLOPS * self.job.threads
+        rate = estimate.GPU_SHARE * self.peak if self.peak else estimate.CPU_FLOPS * self.job.threads
         return estimate.training(
             self.shape,
             length=self.length,
             micro_batch_rows=self.job.micro_batch_rows * self.sequences,
             positions=self.rows * self.sequences * self.length,
             data_tokens=self.data,
+            step_rows=self.step_rows,
+            validation_rows=self.validation_rows,
             workers=self.world.size,
             trained=self.trained,
             lean_optimizer=recipe.optimizer.name is Algorithm.adafactor,
             bfloat16=recipe.precision is Precision.bfloat16,
             gradient_checkpointing=self.job.gradient_checkpointing,
+            reference_pass=self.reference in (ReferenceFrom.adapter_off, ReferenceFrom.copy),
+            frozen_copy=self.reference is ReferenceFrom.copy,
             flops_per_second=rate,
         )
 

@@ -94,6 +94,8 @@ class Training:
             self.line(event=f"resumed from step {self.done}")
             self._find_best()
         else:
+            if self.writer and self.writer.found:
+                self.line(event="begins again at step 0: the attempt before left no checkpoint")
             self.line(plan=f"{self._plan()}; {self.forecast.text()}")
         self.model.train()
         self.ddp: Any = self.objective.module

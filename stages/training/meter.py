@@ -6,10 +6,10 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
+
+from stages.training.memory import resident, status
 
 BARS = 10
 
@@ -99,43 +99,9 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
-        return _status("VmHWM")
+        return status("VmHWM")
     except (OSError, KeyError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def resident() -> int:
-    """Bytes of this process in memory now; 0 where the system does not say."""
-    try:
-        return _status("VmRSS")
-    except (OSError, KeyError):
-        return 0
-
-
-def free_memory() -> int | None:
-    """Bytes that this process may still take: of the machine, or of its control group where that allows less. None where the
-    system does not say."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    group = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free = min(free, int((group / limit).read_text()) - int((group / used).read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return free
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields: dict[str, Any] = dict(line.split(":", 1) for line in lines)
-    return int(fields[name].split()[0]) * 1024
 
 
 def _forget_peak() -> None:

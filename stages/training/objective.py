@@ -5,6 +5,7 @@ An objective owns the data and the model. It never takes a mean: the loop divide
 all ranks and accumulated batches.
 """
 
+from collections.abc import Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job, TokenRecipe
 from stages.training.loss import Batch, SummedLoss, batch, real_tokens, summed, supervised_tokens, weightless
-from stages.training.pair_recipe import PairRecipe
+from stages.training.pair_recipe import PairRecipe, ReferenceFrom
 from stages.training.preferences import Preferences
 from stages.training.sampler import RowSampler, mix
 from stages.training.world import World
@@ -35,6 +36,12 @@ class Objective(Protocol):
     """`module(**batch)` -> the summed loss, or (the summed loss, {name: a sum to show beside it, without a gradient}). What
     DDP wraps."""
     sampler: RowSampler
+    reference: ReferenceFrom | None
+    """Where log-probabilities of a second model come from, if the loss needs them."""
+
+    @property
+    def validation(self) -> Sized:
+        """Rows of the validation split."""
 
     def weight(self, rows: Int64) -> int:
         """By what the summed loss of these rows is divided: supervised tokens, or pairs."""
@@ -73,6 +80,8 @@ def split(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 class NextTokens:
     """Cross entropy of the next token on packed rows."""
+
+    reference: ReferenceFrom | None = None
 
     def __init__(self, job: Job, world: World) -> None:
         assert isinstance(job.recipe, TokenRecipe)

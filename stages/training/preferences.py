@@ -108,6 +108,7 @@ class Preferences:
         loaded = models.load(base)  # an adapter that the base came with is merged: the reference is with it
         no_dropout(loaded)
         source = self._source()
+        self.reference: ReferenceFrom | None = source
         copied = source is ReferenceFrom.copy
         frozen = copy.deepcopy(loaded).requires_grad_(False).eval().to(world.device) if copied else None
         if self.recipe.adapter is not None:

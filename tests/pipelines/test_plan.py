@@ -1,11 +1,15 @@
 """The planner's refusals: each a ConfigError before anything starts."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from pipelines import edges, plan
-from pipelines.config import AppConfig, RunConfig
+from pipelines import edges, plan, reasons
+from pipelines.config import AppConfig, RunConfig, compose
 from pipelines.mistakes import ConfigError
-from stages.contract import StageConfig
+from pipelines.session import planned
+from stages.contract import ResourcesUnavailable, StageConfig
 from tests.pipelines.stubs import DoubleConfig, JudgeConfig, MakeConfig
 
 
@@ -72,3 +76,19 @@ def test_unknown_stage_names_in_run_fields_are_refused(run: RunConfig) -> None:
 def test_an_empty_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match="the pipeline has no stages"):
         build({})
+
+
+def test_a_plan_says_what_training_needs_and_a_run_that_can_never_fit_is_refused_before_it_starts(
+    tmp_path: Path,
+) -> None:
+    fitting = compose([f"state={tmp_path}"])
+    steps, _ = planned(fitting)
+    plan.require_memory(fitting, steps)
+    (line,) = plan.announcements(fitting, steps)
+    assert re.fullmatch(r"train should need about \d+ MB a worker \(weights 4 MB, .*\) and [\d.]+ min", line)
+    assert reasons.as_json(fitting, steps)["steps"][3]["estimated_memory_bytes"] > 550e6
+    huge = compose([f"state={tmp_path}", "stages.train.resources.micro_batch_rows=100000"])
+    steps, _ = planned(huge)
+    assert plan.announcements(huge, steps)[0].startswith("train does not fit this machine: training needs about ")
+    with pytest.raises(ResourcesUnavailable, match=r"train does not fit this machine: .* lower resources\.micro_batch"):
+        plan.require_memory(huge, steps)

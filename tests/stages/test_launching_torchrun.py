@@ -58,7 +58,11 @@ def test_more_threads_than_the_machine_has_are_refused(make_context, data):
     ("given", "kind", "said"),
     [
         ({"model": ModelConfig(**SHAPE, max_position_embeddings=32)}, StageError, "the model takes 32"),
-        ({"resources": {"micro_batch_rows": 10**8}}, ResourcesUnavailable, "lower resources.micro_batch_rows"),
+        (
+            {"tokens_per_step": 10**8, "max_steps": 1, "resources": {"micro_batch_rows": 10**8}},
+            ResourcesUnavailable,
+            "lower resources.micro_batch_rows",
+        ),
     ],
     ids=["data", "memory"],
 )

@@ -1,5 +1,6 @@
 """The train stage: inline and under Ray, resumed, refused, exported."""
 
+import itertools
 import json
 import os
 import random
@@ -184,16 +185,20 @@ def test_a_killed_worker_changes_no_bit_of_losses_and_weights(make_context, data
     train(config(launcher=Launcher.ray, resources=resources, **values), ctx, data)
     killer.join()
     two_processes(job(config(resources=resources, **values), data, tmp_path / "plain"))
-    events = ctx.tracker.texts["events.txt"]
     undisturbed, disturbed = (
-        [line for line in tiny.lines(work / "metrics.jsonl") if "step" in line]
+        [line for line in tiny.lines(work / "metrics.jsonl") if "step" in line or "event" in line]
         for work in (tmp_path / "plain", ctx.work)
     )
-    print(events, len(disturbed))
     assert len(disturbed) > len(undisturbed) == 50
+    (again,) = [after["step"] - 1 for event, after in itertools.pairwise(disturbed) if "event" in event]
+    assert ctx.tracker.texts["events.txt"] == (
+        f"resumed from step {again}\n" if again else "begins again at step 0: the attempt before left no checkpoint\n"
+    )
+    assert again % 7 == 0
     wanted = {line["step"]: (line["loss"], line["grad_norm"], line["learning_rate"]) for line in undisturbed}
     for line in disturbed:
-        assert (line["loss"], line["grad_norm"], line["learning_rate"]) == wanted[line["step"]]
+        if "step" in line:
+            assert (line["loss"], line["grad_norm"], line["learning_rate"]) == wanted[line["step"]]
     assert [step for name, _, step in ctx.tracker.metrics if name == "loss"] == list(range(1, 51))
     assert tiny.tree(ctx.output) == tiny.tree(tmp_path / "plain" / "export")
 
@@ -206,6 +211,16 @@ def test_more_workers_than_the_cluster_holds_are_refused_in_seconds(make_context
     ):
         train(config(launcher=Launcher.ray, resources={"workers": 8}), make_context("train"), data)
     assert time.monotonic() - start < 10
+
+
+def assert_all_given_back():
+    """No placement group is left, now or in the seconds in which workers would have been started once more."""
+    import ray
+
+    for _ in range(8):
+        states = [group["state"] for group in ray.util.placement_group_table().values()]
+        assert set(states) == {"REMOVED"}, "what it holds, the next attempt of the stage would lack"
+        time.sleep(0.5)
 
 
 @pytest.mark.ray
@@ -223,6 +238,7 @@ def test_an_error_in_a_worker_stops_at_once_with_its_last_line_and_the_place_of_
         train(config(launcher=Launcher.ray), ctx, replace(data, uri=copy.as_uri()))
     assert "Traceback" in Path(str(error.value).split("traceback in ")[1]).read_text()
     assert len(list((ctx.work / "traces").iterdir())) <= 2, "an error that would come again is not tried again"
+    assert_all_given_back()
 
 
 @pytest.mark.ray

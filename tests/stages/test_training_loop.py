@@ -158,6 +158,16 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_named(data, undisturbed, 
     assert tiny.tree(tmp_path / "export") == tiny.tree(undisturbed / "export")
 
 
+def test_an_attempt_that_ended_before_its_first_checkpoint_is_begun_again_and_says_so(data, undisturbed, tmp_path):
+    given = job(config(), data, tmp_path)
+    run_until(given, 2)
+    assert not (tmp_path / "checkpoints").exists()
+    run(given)
+    events = [line["event"] for line in tiny.lines(tmp_path / "metrics.jsonl") if "event" in line]
+    assert events == ["begins again at step 0: the attempt before left no checkpoint"]
+    assert curve(tmp_path) == curve(undisturbed)
+
+
 def test_no_more_than_two_checkpoints_stay(undisturbed):
     assert sorted(c.name for c in (undisturbed / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
 

@@ -11,7 +11,8 @@ from stages.training.config import Precision
 from stages.training.device import UNTRIED, peak_flops
 from stages.training.loop import Training
 from stages.training.loss import real_tokens
-from stages.training.meter import Meter, free_memory, histogram, quantile, resident
+from stages.training.memory import free_memory, resident
+from stages.training.meter import Meter, histogram, quantile
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
 from tests.stages.training_jobs import config, job
