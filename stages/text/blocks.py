@@ -1,24 +1,24 @@
-"""Runs work in Ray's tasks or in this process, and hands back the small tables it returns. Apart, because all stages that read
-rows do.
+"""Runs work on Ray Data, quietly, or in this process, and hands back the small tables it returns. Apart, because all stages
+that read rows do.
 
 Work is cut into orders (a range of rows, a shard to write), never into what the data look like, so that the number of
 blocks decides only how much runs at once. Workers read and write the shards themselves: no row payload reaches the driver.
-Orders are plain tasks, each given out as soon as another ends. Ray Data cuts them into blocks beforehand, and in its first
-second starts one task only: short passes never ran at once, and six of them lost a fifth of the time. It runs pools of actors.
 """
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow
 
 from stages.artifacts import ArtifactError
 from stages.contract import StageError
+
+if TYPE_CHECKING:
+    import ray.data
 
 Order = dict[str, Any]
 Work = Callable[..., Iterator[pyarrow.Table]]
@@ -41,10 +41,11 @@ def results(orders: Sequence[Order], work: Work, resources: Resources, **shared:
         for order in orders:
             yield from work(dict(order), **shared)
         return
-    import ray
-
-    with _plain_errors():
-        yield from map(ray.get, _tasks(orders, work, resources.blocks, shared))
+    if not orders:
+        return
+    with _settled(), _plain_errors():
+        dataset = _dataset(orders, work, resources.blocks, shared)
+        yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)
 
 
 class Pool(Protocol):
@@ -68,7 +69,7 @@ def pooled(orders: Sequence[Order], make: Callable[..., Work], pool: Pool, **sha
 
     from stages.storage.node import selector
 
-    with _quiet(), _plain_errors():
+    with _settled(), _plain_errors():
         dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders)).map_batches(
             _Actor,
             fn_constructor_kwargs={"make": make, "shared": shared},
@@ -94,22 +95,19 @@ class _Actor:
         self._work: Work | None = None
 
     def __call__(self, batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
+        yield from _telling(self._carry_out(batch.to_pylist()[0]))
+
+    def _carry_out(self, order: Order) -> Iterator[pyarrow.Table]:
         self._work = self._work or self._make()
-        yield from self._work(batch.to_pylist()[0])
+        yield from self._work(order)
 
 
 def references(orders: Sequence[Order], work: Work, resources: Resources, **shared: Any) -> list[Any]:
     """The same, left where they were made: references (inline: the tables) for `call`."""
     if resources.inline():
         return list(results(orders, work, resources, **shared))
-    import ray
-
-    made = []
-    with _plain_errors():
-        for done in _tasks(orders, work, resources.blocks, shared):
-            ray.get(done)  # what failed is told at once; on this node a table is not copied
-            made.append(done)
-    return made
+    with _settled(), _plain_errors():
+        return list(_dataset(orders, work, resources.blocks, shared).to_arrow_refs())
 
 
 def call(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], resources: Resources) -> Iterator[Any]:
@@ -131,41 +129,52 @@ def ranges(total: int, parts: int) -> list[Order]:
     return [{"first": first, "last": last} for first, last in pairwise(edges)]
 
 
-def _tasks(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str, Any]) -> Iterator[Any]:
-    """References to what each order came to, as they end. What still runs when nobody wants more is cancelled."""
-    import ray
+def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str, Any]) -> "ray.data.Dataset":
+    import ray.data
 
     from stages.storage.node import selector
 
-    task, given, left = ray.remote(label_selector=selector())(_carry_out), ray.put((work, shared)), iter(orders)
-    running = [task.remote(order, given) for order in itertools.islice(left, blocks)]
+    dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders))
+    return dataset.map_batches(
+        _carry_out,
+        compute=ray.data.TaskPoolStrategy(size=blocks),  # an order is given out as soon as another ends
+        batch_size=1,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        fn_kwargs={"work": work, "shared": shared},
+        label_selector=selector(),
+    )
+
+
+def _carry_out(batch: pyarrow.Table, work: Work, shared: dict[str, Any]) -> Iterator[pyarrow.Table]:
+    yield from _telling(work(batch.to_pylist()[0], **shared))
+
+
+def _telling(tables: Iterator[pyarrow.Table]) -> Iterator[pyarrow.Table]:
     try:
-        while running:
-            (done,), running = ray.wait(running, num_returns=1, fetch_local=False)
-            running += [task.remote(order, given) for order in itertools.islice(left, 1)]
-            yield done
-    finally:
-        for each in running:
-            ray.cancel(each)
+        yield from tables
+    except (StageError, ArtifactError) as said:
+        raise Told(said) from None
 
 
-def _carry_out(order: Order, given: tuple[Work, dict[str, Any]]) -> pyarrow.Table:
-    work, shared = given
-    return pyarrow.concat_tables(work(order, **shared))
+class Told(Exception):
+    """Carries what a worker tells the user: to the message of an exception itself Ray Data adds advice of its own."""
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and no start and end lines on the console; Ray Data's own log file keeps them."""
+def _settled() -> Iterator[None]:
+    """No bars and no start and end lines on the console; Ray Data's own log file keeps them. And no shares of memory for each
+    operator: until they are known, for a second, Ray Data starts one task at a time, and our orders come back as small tables."""
     import ray.data
 
     context = ray.data.DataContext.get_current().copy()
+    context.op_resource_reservation_enabled = False
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logger = logging.getLogger("ray.data")
     for handler in logger.handlers:
-        if not isinstance(handler, logging.FileHandler) and handler.level < logging.ERROR:
-            handler.setLevel(logging.ERROR)
+        if not isinstance(handler, logging.FileHandler):
+            handler.setLevel(logging.CRITICAL)  # what fails is raised, so it need not be printed too
     with ray.data.DataContext.current(context):
         yield
 
@@ -178,6 +187,8 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Told):
+            raise error.cause.args[0] from None
         if isinstance(error.cause, StageError | ArtifactError):
             raise error.cause from None
         raise
