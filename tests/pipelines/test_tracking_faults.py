@@ -115,7 +115,7 @@ def test_a_server_in_trouble_for_some_seconds_misses_nothing_and_doubles_nothing
         log_together([one.child for one in troubles], 40, 20)
         for one in troubles:
             assert one.proxy.seen.get(one.mode, 0) >= 2, one.mode  # the control
-        assert longest < 0.1  # the stage does not wait
+        assert longest < 1.0  # the stage does not wait: each of these would cost it 3 s or more
         for one in troubles:
             finish(one.child, "child")
         for one in troubles:
