@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from stages.text.waterfall import Tally
 
 SPLITS = ("train", "validation")
+PARTS_PER_BLOCK, ROWS_PER_PART = 4, 100_000
+"""Rows are judged in several parts for each block, so that no worker waits long for the last one, and at most so many rows at
+once, whose keys are in memory."""
 BEFORE = {
     "too_short": "below stages.clean.min_characters",
     "too_long": "above stages.clean.max_characters",
@@ -200,7 +203,8 @@ def _judge(table: "Table", steps: "Steps", scratch: Path, resources: CleanResour
     from stages.text import cleaning
     from stages.text.blocks import ranges, references
 
-    orders = [{**order, "part": part} for part, order in enumerate(ranges(table.total, resources.blocks))]
+    parts = max(PARTS_PER_BLOCK * resources.blocks, table.total // ROWS_PER_PART)
+    orders = [{**order, "part": part} for part, order in enumerate(ranges(table.total, parts))]
     return references(orders, cleaning.judged, resources, table=table, steps=steps, scratch=scratch)
 
 

@@ -243,7 +243,7 @@ MUTANTS = (
         "pipelines/settling.py",
         '"FINISHED" if published else "KILLED"',
         '"KILLED"',
-        (f"{KILLED}[after-commit-gather]",),
+        (f"{KILLED}[after-commit]",),
     ),
     Mutant(
         "untidy-no-op",

@@ -7,7 +7,9 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,7 +135,26 @@ def test_a_library_still_decides_alone_that_progress_is_shown() -> None:
         "print(c.enable_progress_bars, c.print_on_execution_start)"
     )
     assert in_a_process(code) == "True True", (
-        "Ray Data is quiet by default now: simplify _quiet in stages/text/blocks.py"
+        "Ray Data is quiet by default now: simplify _settled in stages/text/blocks.py"
+    )
+
+
+@pytest.mark.ray
+def test_ray_data_still_begins_with_one_task(ray_session: None) -> None:
+    import ray.data
+
+    def begun(batch: Any) -> Any:
+        at = time.monotonic()
+        time.sleep(0.3)
+        yield {"at": [at]}
+
+    gaps = []
+    for _ in range(2):  # the first also starts workers
+        data = ray.data.from_items([{"n": 0}, {"n": 1}], override_num_blocks=2).map_batches(begun, batch_size=1)
+        first, second = sorted(row["at"] for row in data.take_all())
+        gaps.append(second - first)
+    assert gaps[1] > 0.28, (
+        "Ray Data begins with several tasks now: leave op_resource_reservation_enabled in stages/text/blocks.py as it is"
     )
 
 

@@ -43,7 +43,7 @@ def results(orders: Sequence[Order], work: Work, resources: Resources, **shared:
         return
     if not orders:
         return
-    with _quiet(), _plain_errors():
+    with _settled(), _plain_errors():
         dataset = _dataset(orders, work, resources.blocks, shared)
         yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None)
 
@@ -69,7 +69,7 @@ def pooled(orders: Sequence[Order], make: Callable[..., Work], pool: Pool, **sha
 
     from stages.storage.node import selector
 
-    with _quiet(), _plain_errors():
+    with _settled(), _plain_errors():
         dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders)).map_batches(
             _Actor,
             fn_constructor_kwargs={"make": make, "shared": shared},
@@ -95,15 +95,18 @@ class _Actor:
         self._work: Work | None = None
 
     def __call__(self, batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
+        yield from _telling(self._carry_out(batch.to_pylist()[0]))
+
+    def _carry_out(self, order: Order) -> Iterator[pyarrow.Table]:
         self._work = self._work or self._make()
-        yield from self._work(batch.to_pylist()[0])
+        yield from self._work(order)
 
 
 def references(orders: Sequence[Order], work: Work, resources: Resources, **shared: Any) -> list[Any]:
     """The same, left where they were made: references (inline: the tables) for `call`."""
     if resources.inline():
         return list(results(orders, work, resources, **shared))
-    with _quiet(), _plain_errors():
+    with _settled(), _plain_errors():
         return list(_dataset(orders, work, resources.blocks, shared).to_arrow_refs())
 
 
@@ -131,9 +134,10 @@ def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str,
 
     from stages.storage.node import selector
 
-    dataset = ray.data.from_items(list(orders), override_num_blocks=min(blocks, len(orders)))
+    dataset = ray.data.from_items(list(orders), override_num_blocks=len(orders))
     return dataset.map_batches(
         _carry_out,
+        compute=ray.data.TaskPoolStrategy(size=blocks),  # an order is given out as soon as another ends
         batch_size=1,
         batch_format="pyarrow",
         zero_copy_batch=True,
@@ -143,21 +147,34 @@ def _dataset(orders: Sequence[Order], work: Work, blocks: int, shared: dict[str,
 
 
 def _carry_out(batch: pyarrow.Table, work: Work, shared: dict[str, Any]) -> Iterator[pyarrow.Table]:
-    yield from work(batch.to_pylist()[0], **shared)
+    yield from _telling(work(batch.to_pylist()[0], **shared))
+
+
+def _telling(tables: Iterator[pyarrow.Table]) -> Iterator[pyarrow.Table]:
+    try:
+        yield from tables
+    except (StageError, ArtifactError) as said:
+        raise Told(said) from None
+
+
+class Told(Exception):
+    """Carries what a worker tells the user: to the message of an exception itself Ray Data adds advice of its own."""
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and no start and end lines on the console; Ray Data's own log file keeps them."""
+def _settled() -> Iterator[None]:
+    """No bars and no start and end lines on the console; Ray Data's own log file keeps them. And no shares of memory for each
+    operator: until they are known, for a second, Ray Data starts one task at a time, and our orders come back as small tables."""
     import ray.data
 
     context = ray.data.DataContext.get_current().copy()
+    context.op_resource_reservation_enabled = False
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logger = logging.getLogger("ray.data")
     for handler in logger.handlers:
-        if not isinstance(handler, logging.FileHandler) and handler.level < logging.ERROR:
-            handler.setLevel(logging.ERROR)
+        if not isinstance(handler, logging.FileHandler):
+            handler.setLevel(logging.CRITICAL)  # what fails is raised, so it need not be printed too
     with ray.data.DataContext.current(context):
         yield
 
@@ -170,6 +187,8 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Told):
+            raise error.cause.args[0] from None
         if isinstance(error.cause, StageError | ArtifactError):
             raise error.cause from None
         raise

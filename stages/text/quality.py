@@ -17,7 +17,6 @@ _WORDS = re.compile(r"https?://\S+|\w+(?:['’.]\w+|,\d+)*|\.{2,}|[^\w\s]")
 """Words and, each by itself, punctuation: what the papers' word tokenizers make of English, without a model."""
 _LETTER = re.compile(r"[^\W\d_]")
 _PARAGRAPHS = re.compile(r"\n{2,}")
-_LINES = re.compile(r"\n+")
 _SENTENCE_END = re.compile(r"[.!?…。！？]+[\"'”’)\]]*(?:\s+|$)")
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _POLICY = re.compile(r"terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies")
@@ -150,8 +149,18 @@ def _again(parts: Iterable[str]) -> tuple[int, int]:
     return sum(n - 1 for n in times.values()), sum((n - 1) * len(part) for part, n in times.items() if n > 1)
 
 
+def _paragraphs(text: str) -> list[str]:
+    """Parts between empty lines; the expression is slow, and needed for several empty lines in a row only."""
+    return _PARAGRAPHS.split(text) if "\n\n\n" in text else text.split("\n\n")
+
+
+def _lines(text: str) -> list[str]:
+    """Parts between runs of newlines, as `re.split` gives them: with an empty one before a first and behind a last newline."""
+    return [*([""] if text[0] == "\n" else ()), *filter(None, text.split("\n")), *([""] if text[-1] == "\n" else ())]
+
+
 def _repetition(cfg: Repetition, text: str, words: list[str]) -> str | None:
-    for name, parts in (("paragraph", _PARAGRAPHS.split(text.strip())), ("line", _LINES.split(text))):
+    for name, parts in (("paragraph", _paragraphs(text.strip())), ("line", _lines(text))):
         count, characters = _again(parts)
         if count / len(parts) > getattr(cfg, f"duplicate_{name}s"):
             return f"repeated_{name}s"

@@ -14,7 +14,8 @@ import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from pipelines.config import ROOT
-from tests.e2e.project import SMALL, Project
+from tests.e2e.conftest import Quickstart
+from tests.e2e.project import Project
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -22,13 +23,9 @@ PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    project = Project(tmp_path_factory.mktemp("pages") / "state")
-    try:
-        project.cli("run", *SMALL)
-        yield project
-    finally:
-        project.cli("down", check=None)
+def project(first_run: Quickstart) -> Project:
+    """As it was after the first run, whatever its own project did since."""
+    return first_run.copy
 
 
 @pytest.fixture(scope="module")

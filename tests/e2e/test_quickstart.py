@@ -10,24 +10,23 @@ import openai
 import psutil
 import pytest
 
+from tests.e2e.conftest import Quickstart
 from tests.e2e.project import SMALL, Project
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    project = Project(tmp_path_factory.mktemp("project") / "state")
-    try:
-        yield project
-    finally:
-        project.cli("down", check=None)
+def project(first_run: Quickstart) -> Iterator[Project]:
+    """The only ones that change it; its Ray ends with them."""
+    yield first_run.project
+    first_run.project.cli("down", check=None)
 
 
 @pytest.fixture(scope="module")
-def quickstart(project: Project) -> str:
+def quickstart(first_run: Quickstart) -> str:
     """What the first run printed."""
-    return project.cli("run", *SMALL)
+    return first_run.printed
 
 
 def test_the_endpoint_serves_the_registered_model(project: Project, quickstart: str) -> None:

@@ -72,6 +72,20 @@ def template_of(project: Project) -> Path:
 # R-11: what fills while it runs
 
 
+IMPATIENT = """
+from pipelines import journal, registering
+registering.PATIENCE_S, journal.CLOSE_TIMEOUT_S = 8.0, 10.0
+"""
+"""A full disk ends a run as it would after 70 s and 30 s, which the tests of a locked database wait for (tests/pipelines)."""
+
+
+def impatient(place: Path) -> dict[str, str]:
+    """An environment in which the driver and its scribe give MLflow up soon."""
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(IMPATIENT)
+    return {"PYTHONPATH": f"{place}:{ROOT}"}
+
+
 @pytest.mark.parametrize("what", ["store", "state"])
 def test_a_disk_that_fills_during_a_stage_publishes_nothing_and_the_rerun_is_right(
     project: Project, undisturbed: dict[str, str], tmp_path: Path, what: str
@@ -80,7 +94,7 @@ def test_a_disk_that_fills_during_a_stage_publishes_nothing_and_the_rerun_is_rig
     with small_disk(place, 300):
         project.root = (place / "store" if what == "store" else tmp_path / "roomy").as_uri()
         hold = tmp_path / "go"
-        running = project.start(faults={"hold": {"expand": str(hold)}})
+        running = project.start(faults={"hold": {"expand": str(hold)}}, env=impatient(tmp_path / "impatient"))
         project.await_event("expand begin", running)
         ballast = fill(place)
         hold.touch()

@@ -2,31 +2,51 @@
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from pipelines import desk
+from tests.faults.conftest import project_in
 from tests.faults.project import Project
 from tests.faults.stages import STAGES
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 POINTS = ("before-start", "before-commit", "after-commit", "after-close")
+PATIENT_SCRIBE = {"RAYKEEL_SCRIBE_IDLE_S": "60"}
+"""It is there still when the command is given again."""
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("point", POINTS)
 def test_the_same_command_again_finishes_what_a_killed_driver_left(
-    project: Project, undisturbed: dict[str, str], stage: str, point: str
+    tmp_path: Path, with_schema: Path, undisturbed: dict[str, str], point: str
 ) -> None:
-    project.run(env={"RAYKEEL_KILL_AT": f"{stage}:{point}"}, expect=-signal.SIGKILL)
-    # The scribe lives, sees that nobody will say how the run ended, and says so.
-    deadline = time.monotonic() + 15
-    while "RUNNING" in [status for _, status, _ in project.runs()]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert project.statuses("faults") == ["KILLED"]
-    require_finished_by_the_same_command(project, undisturbed, stage, point)
+    """In four projects side by side, one for each stage: nothing joins them."""
+    projects = {stage: project_in(tmp_path / stage, with_schema) for stage in STAGES}
+    try:
+        killed = {
+            stage: project.start(env={"RAYKEEL_KILL_AT": f"{stage}:{point}", **PATIENT_SCRIBE})
+            for stage, project in projects.items()
+        }
+        for stage, project in projects.items():
+            said, _ = killed[stage].communicate(timeout=120)
+            assert killed[stage].returncode == -signal.SIGKILL, f"{stage}: exit {killed[stage].returncode}\n{said}"
+            # The scribe lives, sees that nobody will say how the run ended, and says so.
+            deadline = time.monotonic() + 15
+            while "RUNNING" in [status for _, status, _ in project.runs()]:
+                assert time.monotonic() < deadline, stage
+                time.sleep(0.05)
+            assert project.statuses("faults") == ["KILLED"], stage
+            require_killed_there(project, stage, point)
+        again = {stage: project.start() for stage, project in projects.items()}
+        for stage, project in projects.items():
+            said, _ = again[stage].communicate(timeout=120)
+            assert again[stage].returncode == 0, f"{stage}: exit {again[stage].returncode}\n{said}"
+            require_finished(project, undisturbed, stage, point)
+    finally:
+        for project in projects.values():
+            desk.end(project.state)
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -38,17 +58,20 @@ def test_what_a_lost_machine_left_running_is_closed_by_the_next_invocation(
         env={"RAYKEEL_KILL_AT": f"enlist:{point}"}, faults={"scribe": str(project.state)}, expect=-signal.SIGKILL
     )
     assert project.statuses("faults") == ["RUNNING"] and not desk.running(project.state)  # the control
-    require_finished_by_the_same_command(project, undisturbed, "enlist", point)
+    require_killed_there(project, "enlist", point)
+    project.run()
+    require_finished(project, undisturbed, "enlist", point)
 
 
-def require_finished_by_the_same_command(project: Project, undisturbed: dict[str, str], stage: str, point: str) -> None:
+def require_killed_there(project: Project, stage: str, point: str) -> None:
     before = STAGES[: STAGES.index(stage)]
     # The control: it died exactly there.
     assert project.executions == [*before, *([stage] if point != "before-start" else [])]
     assert set(project.published) == {*before, *([stage] if point.startswith("after") else [])}
     project.require_sound()
 
-    project.run()
+
+def require_finished(project: Project, undisturbed: dict[str, str], stage: str, point: str) -> None:
     twice = [stage] if point == "before-commit" else []  # made, but never published
     assert sorted(project.executions) == sorted([*STAGES, *twice])
     assert project.published == undisturbed

@@ -1,5 +1,5 @@
 """What goes wrong around the process that keeps MLflow open: it is paused, forgotten, left over, impersonated; a lock that is not
-given back; a database that another holds for a minute; many runs. Each test shows that its fault happened."""
+given back; many runs. A database that another holds for a minute: `test_tracking_faults.py`. Each test shows that its fault happened."""
 
 import fcntl
 import os
@@ -22,7 +22,6 @@ from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable
 from tests.pipelines.scribed import await_, client, command, desk_of, ended, runs
 from tests.pipelines.stubs import executions
-from tests.pipelines.test_tracking_faults import STEPS, held, log_steps
 
 STRANGER = 54321
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user")
@@ -205,45 +204,6 @@ def test_a_place_where_no_scribe_can_be_announced_is_named(bare: Path) -> None:
     desk_of(bare).records.write_text("in the way")
     with pytest.raises(ResourcesUnavailable, match=r"cannot be started .*scribes"):
         Dictation(desk_of(bare), "stub")
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-def test_a_database_locked_for_a_minute_by_another_process_loses_nothing_through_the_scribe(bare: Path) -> None:
-    store = Dictation(desk_of(bare), "stub")
-    run = store.start_parent("run", {})
-    registry = store.registry(run)
-    version = registry.register("m", Checkpoint(uri="file:///w", digest="d" * 64), {}, {})
-    run.log_params({"name": "run"})
-    waited: dict[str, float] = {}
-
-    def wait_for(name: str, what: object) -> None:
-        begun = time.monotonic()
-        what()  # type: ignore[operator]
-        waited[name] = time.monotonic() - begun
-
-    calls = {
-        "alias": lambda: registry.set_alias("m", "candidate", version),
-        "opened": lambda: Dictation(desk_of(bare), "stub").close(),
-    }
-    with held(bare / "mlflow" / "mlflow.db", 60.0):
-        waiting = [threading.Thread(target=wait_for, args=item) for item in calls.items()]
-        for thread in waiting:
-            thread.start()
-        assert log_steps(run, 0, STEPS, 0.0) < 0.1
-        await_(lambda: run._error is not None and "locked" in run._error, 50)  # the control
-        run.log_text("hello", "note.txt")
-        for thread in waiting:
-            thread.join(timeout=120)
-    assert waited.keys() == calls.keys() and waited["alias"] > 55  # the control
-    run.close("FINISHED")
-    assert run.failed is None
-    found = runs(bare)["run"]
-    assert found.info.status == "FINISHED" and found.data.params == {"name": "run"}
-    history = client(bare).get_metric_history(found.info.run_id, "loss")
-    assert sorted(point.step for point in history) == list(range(STEPS))
-    assert client(bare).get_model_version_by_alias("m", "candidate").version == version
-    store.close()
 
 
 @pytest.mark.slow

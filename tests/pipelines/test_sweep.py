@@ -23,14 +23,6 @@ from stages.contract import ResourcesUnavailable
 from tests.pipelines import stubs, sweep_stubs  # noqa: F401 (their stages are registered)
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    state = tmp_path_factory.mktemp("mlflow-template")
-    (state / "mlflow").mkdir()
-    mlflow.MlflowClient(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}").search_experiments()
-    return state
-
-
 class Project:
     """A state directory, and the two commands as people type them."""
 
@@ -77,10 +69,10 @@ class Project:
 
 @pytest.fixture
 def project(
-    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fresh_mlflow: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Project:
     made = Project(tmp_path, monkeypatch, capsys)
-    shutil.copytree(template, made.state)
+    shutil.copytree(fresh_mlflow, made.state)
     return made
 
 

@@ -4,6 +4,7 @@ import fcntl
 import http.server
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -25,6 +26,14 @@ from pipelines.tracking import Tracking
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
 from tests.pipelines.stubs import MakeConfig, StubResources
+
+
+@pytest.fixture
+def known(tmp_path: Path, fresh_mlflow: Path) -> Path:
+    """A state root whose MLflow store has its schema and nothing in it (making one anew takes 2 s)."""
+    state = tmp_path / "known"
+    shutil.copytree(fresh_mlflow, state)
+    return state
 
 
 def open_tracking(state: Path, experiment: str = "e") -> Tracking:
@@ -101,18 +110,18 @@ def test_a_deleted_experiment_is_refused_with_the_two_ways_out(tmp_path: Path) -
         open_tracking(tmp_path)
 
 
-def test_a_moved_artifact_root_is_refused(tmp_path: Path) -> None:
-    open_tracking(tmp_path / "old")
-    (tmp_path / "old").rename(tmp_path / "new")
+def test_a_moved_artifact_root_is_refused(known: Path) -> None:
+    open_tracking(known)
+    known.rename(known.with_name("moved"))
     with pytest.raises(ResourcesUnavailable, match="does not exist"):
-        open_tracking(tmp_path / "new")
+        open_tracking(known.with_name("moved"))
 
 
 @pytest.mark.slow
-def test_a_lock_held_for_seconds_loses_no_metric(tmp_path: Path) -> None:
-    tracking = open_tracking(tmp_path)
+def test_a_lock_held_for_seconds_loses_no_metric(known: Path) -> None:
+    tracking = open_tracking(known)
     run = tracking.start_parent("p", {})
-    holder = sqlite3.connect(tmp_path / "mlflow" / "mlflow.db", check_same_thread=False)
+    holder = sqlite3.connect(known / "mlflow" / "mlflow.db", check_same_thread=False)
     holder.execute("BEGIN EXCLUSIVE")
     threading.Timer(3.0, holder.rollback).start()
     begun = time.monotonic()
@@ -124,9 +133,9 @@ def test_a_lock_held_for_seconds_loses_no_metric(tmp_path: Path) -> None:
     assert sorted(m.step for m in history) == list(range(20))
 
 
-def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Path) -> None:
-    tracking = open_tracking(tmp_path)
-    journal = tmp_path / "spool" / "feedbeef.jsonl"
+def test_a_journal_that_was_left_behind_is_replayed_without_doubles(known: Path) -> None:
+    tracking = open_tracking(known)
+    journal = known / "spool" / "feedbeef.jsonl"
     owner = {**identity(), "pid": 2**22 + 1}
     lines = [
         {
@@ -146,7 +155,7 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
     text = "".join(json.dumps(line) + "\n" for line in lines)
     for _ in range(2):  # replayed, and replayed again as after a crash in the middle of replaying
         journal.write_text(text + '{"op": "text", "text": "{}", "x": {}')  # cut short behind an inner brace
-        open_tracking(tmp_path, "another experiment")
+        open_tracking(known, "another experiment")
         assert not journal.exists()
     found = tracking.client.search_runs([tracking.experiment_id])
     assert [(r.info.run_name, r.info.status) for r in found] == [("lost", "FAILED")]
@@ -154,8 +163,8 @@ def test_a_journal_that_was_left_behind_is_replayed_without_doubles(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grown_for_long(tmp_path: Path) -> None:
-    tracking = open_tracking(tmp_path)
+def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grown_for_long(known: Path) -> None:
+    tracking = open_tracking(known)
     create: dict[str, Any] = {
         "op": "create",
         "uri": tracking.uri,
@@ -166,30 +175,30 @@ def test_a_journal_of_a_process_that_cannot_be_seen_is_sent_when_it_has_not_grow
     create |= {"parent": None, "tags": {}, "at": 1000, "owner": {**identity(), "pids": "another container's"}}
     end = {"op": "end", "status": "FINISHED", "at": 3000}
     for lines, age_s, sent in (([create], 3600, False), ([create, end], 60, False), ([create, end], 3600, True)):
-        journal = tmp_path / "spool" / "feedbeef.jsonl"
+        journal = known / "spool" / "feedbeef.jsonl"
         journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.utime(journal, (time.time() - age_s,) * 2)
-        open_tracking(tmp_path, "another experiment")
+        open_tracking(known, "another experiment")
         assert journal.exists() is not sent, (len(lines), age_s)
     assert [r.info.run_name for r in tracking.client.search_runs([tracking.experiment_id])] == ["far"]
 
 
-def test_a_journal_of_another_store_waits_for_it(tmp_path: Path) -> None:
-    journal = tmp_path / "spool" / "feedbeef.jsonl"
+def test_a_journal_of_another_store_waits_for_it(known: Path) -> None:
+    journal = known / "spool" / "feedbeef.jsonl"
     journal.parent.mkdir()
     create = {"op": "create", "uri": "http://elsewhere", "experiment": "1", "parent": None, "name": "x", "tags": {}}
     journal.write_text(json.dumps({**create, "at": 1, "owner": {**identity(), "pid": 2**22 + 1}}))
-    tracking = open_tracking(tmp_path)
+    tracking = open_tracking(known)
     assert journal.exists() and not tracking.client.search_runs([tracking.experiment_id])
 
 
-def test_a_metric_that_mlflow_refuses_holds_nothing_else_up(tmp_path: Path) -> None:
-    tracking = open_tracking(tmp_path)
+def test_a_metric_that_mlflow_refuses_holds_nothing_else_up(known: Path) -> None:
+    tracking = open_tracking(known)
     run = tracking.start_parent("p", {})
     run.log_metrics({"recall @ 10": 1.0}, 0)
     run.log_metrics({"loss": 2.0}, 0)
     run.close("FINISHED")
-    assert run.failed is None and list((tmp_path / "spool").glob("*.jsonl")) == []
+    assert run.failed is None and list((known / "spool").glob("*.jsonl")) == []
     assert tracking.client.get_run(run.run_id or "").data.metrics == {"loss": 2.0}
 
 
@@ -204,11 +213,11 @@ def test_a_long_value_is_shown_by_its_beginning_and_its_digest() -> None:
     assert shown.startswith("x" * 200 + "... (7000 characters, sha256 ") and len(shown) < 500
 
 
-def test_the_light_reader_agrees_with_the_registry_that_mlflow_wrote(tmp_path: Path) -> None:
-    tracking = open_tracking(tmp_path)
+def test_the_light_reader_agrees_with_the_registry_that_mlflow_wrote(known: Path) -> None:
+    tracking = open_tracking(known)
     run = tracking.start_parent("p", {})
     registry = MlflowRegistry(tracking, run)
-    model = Checkpoint(uri=(tmp_path / "weights").as_uri(), digest="d" * 64)
+    model = Checkpoint(uri=(known / "weights").as_uri(), digest="d" * 64)
     assert registry.find("m", model.digest) is None
     assert registry.register("m", model, {"data": "x"}, {"loss": 1.0}) == 1
     registry.set_alias("m", "candidate", 1)

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlflow
@@ -19,6 +19,7 @@ import pytest
 from pipelines import journal, registering, runner, session
 from pipelines.config import ROOT, AppConfig, TrackingConfig, TrackingMode
 from pipelines.console import Console
+from pipelines.dictation import Dictation
 from pipelines.journal import Run
 from pipelines.lease import identity
 from pipelines.registering import MlflowRegistry
@@ -28,6 +29,7 @@ from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable
 from tests import services
 from tests.pipelines.registry_stubs import PIPELINE, EnlistConfig
+from tests.pipelines.scribed import await_, desk_of
 from tests.pipelines.stubs import MakeConfig
 from tests.services import Proxy, Service
 
@@ -37,11 +39,17 @@ STEPS = 60
 
 def log_steps(run: Run, first: int, count: int, pause_s: float = 0.05) -> float:
     """Like a training loop; the longest that one call took, in seconds."""
+    return log_together([run], first, count, pause_s)
+
+
+def log_together(runs: list[Run], first: int, count: int, pause_s: float = 0.05) -> float:
+    """Several training loops in step; the longest that one call took, in seconds."""
     longest = 0.0
     for step in range(first, first + count):
-        begun = time.monotonic()
-        run.log_metrics({"loss": 1.0 / (step + 1)}, step)
-        longest = max(longest, time.monotonic() - begun)
+        for run in runs:
+            begun = time.monotonic()
+            run.log_metrics({"loss": 1.0 / (step + 1)}, step)
+            longest = max(longest, time.monotonic() - begun)
         time.sleep(pause_s)
     return longest
 
@@ -69,31 +77,53 @@ def finish(run: Run, name: str) -> None:
     run.close("FINISHED")
 
 
-@pytest.mark.parametrize("mode", ["slow", "500", "drop", "deaf"])
-def test_a_server_in_trouble_for_some_seconds_misses_nothing_and_doubles_nothing(
-    mode: str, tmp_path: Path, mlflow_server: Service
-) -> None:
-    with Proxy(mlflow_server.uri, delay_s=5.0) as proxy:
-        tracking = Tracking(proxy.uri, tmp_path, f"e-{tmp_path.name}", 3.0)
-        parent = tracking.start_parent("parent", {})
-        parent.log_params({"name": "parent"})
-        log_steps(parent, 0, 20)
-        proxy.mode = mode
-        child = tracking.start_child(parent, "child", {})  # made in the middle of the trouble
-        child.log_params({"name": "child"})
-        for run, name in ((parent, "parent"), (child, "child")):
+MODES = ("slow", "500", "drop", "deaf")
+
+
+class Trouble:
+    """One way to misbehave, and two runs that meet it."""
+
+    def __init__(self, mode: str, server: Service, place: Path, opened: contextlib.ExitStack) -> None:
+        self.mode = mode
+        self.proxy = opened.enter_context(Proxy(server.uri, delay_s=5.0))
+        self.tracking = Tracking(self.proxy.uri, place, f"e-{place.parent.name}-{mode}", 3.0)
+        self.parent = self.tracking.start_parent("parent", {})
+        self.parent.log_params({"name": "parent"})
+
+    def begin(self) -> None:
+        self.proxy.mode = self.mode
+        self.child = self.tracking.start_child(self.parent, "child", {})  # made in the middle of the trouble
+        self.child.log_params({"name": "child"})
+        for run, name in ((self.parent, "parent"), (self.child, "child")):
             run.log_text(f"by {name}", "note.txt")
-        longest = max(log_steps(parent, 20, 40), log_steps(child, 0, 40))
+
+
+def test_a_server_in_trouble_for_some_seconds_misses_nothing_and_doubles_nothing(
+    tmp_path: Path, mlflow_server: Service
+) -> None:
+    """All kinds of trouble side by side, each with a proxy, an experiment and a spool of its own."""
+    with contextlib.ExitStack() as opened:
+        troubles = [Trouble(mode, mlflow_server, tmp_path / mode, opened) for mode in MODES]
+        log_together([one.parent for one in troubles], 0, 20)
+        for one in troubles:
+            one.begin()
+        longest = log_together([one.parent for one in troubles], 20, 40)
+        longest = max(longest, log_together([one.child for one in troubles], 0, 40))
         time.sleep(6)
-        proxy.mode = "pass"
-        log_steps(child, 40, 20)
-        assert proxy.seen.get(mode, 0) >= 2  # the control
-        assert longest < 0.1  # the stage does not wait
-        finish(child, "child")
-        finish(parent, "parent")
-        assert parent.failed is None and child.failed is None
+        for one in troubles:
+            one.proxy.mode = "pass"
+        log_together([one.child for one in troubles], 40, 20)
+        for one in troubles:
+            assert one.proxy.seen.get(one.mode, 0) >= 2, one.mode  # the control
+        assert longest < 1.0  # the stage does not wait: each of these would cost it 3 s or more
+        for one in troubles:
+            finish(one.child, "child")
+        for one in troubles:
+            finish(one.parent, "parent")
+            assert one.parent.failed is None and one.child.failed is None, one.mode
     client = mlflow.MlflowClient(mlflow_server.uri)
-    require_whole(client, tracking.experiment_id, tracking.spool, {"parent": "", "child": "parent"})
+    for one in troubles:
+        require_whole(client, one.tracking.experiment_id, one.tracking.spool, {"parent": "", "child": "parent"})
 
 
 @pytest.fixture
@@ -243,37 +273,68 @@ def held(database: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
         assert holder.wait(timeout=seconds + 30) == 0
 
 
-@pytest.mark.parametrize("seconds", [10.0, 60.0])
+class Waiting:
+    """A run and a registry whose database another process holds; a thread moves an alias meanwhile."""
+
+    def __init__(self, seconds: float, store: Tracking | Dictation, database: Path) -> None:
+        self.seconds, self.store, self.database = seconds, store, database
+        self.run = store.start_parent("run", {})
+        self.registry = store.registry(self.run) if isinstance(store, Dictation) else MlflowRegistry(store, self.run)
+        self.version = self.registry.register("m", Checkpoint(uri="file:///w", digest="d" * 64), {}, {})
+        self.run.log_params({"name": "run"})
+        self.waited: dict[str, float] = {}
+        self.threads: list[threading.Thread] = []
+        self.wait_for("alias", lambda: self.registry.set_alias("m", "candidate", self.version))
+
+    def wait_for(self, name: str, what: Callable[[], object]) -> None:
+        def call() -> None:
+            begun = time.monotonic()
+            what()
+            self.waited[name] = time.monotonic() - begun
+
+        self.threads.append(threading.Thread(target=call))
+
+    def require_whole(self) -> None:
+        assert self.registry.alias("m", "candidate") == self.version
+        finish(self.run, "run")
+        assert self.run.failed is None
+        client = mlflow.MlflowClient(f"sqlite:///{self.database}")
+        require_whole(client, self.store.experiment_id, self.store.spool, {"run": ""})
+
+
 def test_a_database_locked_by_another_process_loses_nothing(
-    seconds: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, bare: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    database = tmp_path / "mlflow.db"
-    tracking = Tracking(f"sqlite:///{database}", tmp_path, "e", 10.0)
-    run = tracking.start_parent("run", {})
-    registry = MlflowRegistry(tracking, run)
-    version = registry.register("m", Checkpoint(uri="file:///w", digest="d" * 64), {}, {})
-    run.log_params({"name": "run"})
-    begun = time.monotonic()
-    moved: list[float] = []
-
-    def move() -> None:
-        registry.set_alias("m", "candidate", version)
-        moved.append(time.monotonic() - begun)
-
-    with held(database, seconds):
-        moving = threading.Thread(target=move)
-        moving.start()
-        assert log_steps(run, 0, STEPS, 0.0) < 0.1
-        if seconds > 30:
-            time.sleep(25)
-            assert run._error is not None and "locked" in run._error  # the control: SQLAlchemy gave up after 20 s
-        run.log_text("hello", "note.txt")
-        moving.join(timeout=120)
-    assert moved and moved[0] > seconds - 2  # the control: it had to wait
-    assert registry.alias("m", "candidate") == version
-    finish(run, "run")
-    assert run.failed is None and not caplog.records
-    require_whole(tracking.client, tracking.experiment_id, tracking.spool, {"run": ""})
+    """For ten seconds and for a minute, without a scribe and with one: three databases, side by side."""
+    all_of_them = []
+    for seconds in (10.0, 60.0):
+        place = tmp_path / f"{seconds:.0f}"
+        place.mkdir()
+        tracking = Tracking(f"sqlite:///{place / 'mlflow.db'}", place, "e", 10.0)
+        all_of_them.append(Waiting(seconds, tracking, place / "mlflow.db"))
+    short, long = all_of_them
+    scribed = Waiting(60.0, Dictation(desk_of(bare), "stub"), bare / "mlflow" / "mlflow.db")
+    scribed.wait_for("opened", lambda: Dictation(desk_of(bare), "stub").close())
+    all_of_them.append(scribed)
+    with contextlib.ExitStack() as locks:
+        for one in all_of_them:  # in order: the shortest is released last, when it is over for long
+            locks.enter_context(held(one.database, one.seconds))
+            for thread in one.threads:
+                thread.start()
+            assert log_steps(one.run, 0, STEPS, 0.0) < 0.1
+        short.run.log_text("hello", "note.txt")
+        for one in (long, scribed):
+            await_(lambda one=one: one.run._error is not None and "locked" in one.run._error, 50)  # the control
+            one.run.log_text("hello", "note.txt")
+        for one in all_of_them:
+            for thread in one.threads:
+                thread.join(timeout=120)
+    assert scribed.waited.keys() == {"alias", "opened"}
+    for one in all_of_them:
+        assert one.waited["alias"] > one.seconds - 2  # the control: it had to wait
+        one.require_whole()
+    assert not caplog.records
+    scribed.store.close()
 
 
 def test_a_registry_that_stays_locked_ends_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,11 @@
 """The published rules: each case was also given to datatrove 0.10.1, which says the same unless a test says otherwise."""
 
+import random
+import re
+
 import pytest
 
+from stages.text import quality
 from stages.text.curation import C4, FineWeb, Gopher, Quality, Repetition
 from stages.text.quality import Rules, reasons, sentences_in, words_of
 
@@ -231,3 +235,11 @@ def test_words_and_sentences() -> None:
     assert [sentences_in(line) for line in ("", "no end", "One. Two", 'He said: "Go!" Then', "3.14 is it.", "Wait...")] == [
         0, 1, 2, 2, 1, 1,
     ]  # fmt: skip
+
+
+def test_lines_and_paragraphs_are_what_the_published_expressions_split() -> None:
+    chance = random.Random(0)
+    for text in ("".join(chance.choices("a b\n", [2, 1, 1, 3], k=chance.randint(1, 12))) for _ in range(5_000)):
+        if text.strip():
+            assert quality._lines(text) == re.split(r"\n+", text)
+            assert quality._paragraphs(text.strip()) == re.split(r"\n{2,}", text.strip())
