@@ -42,7 +42,7 @@ def required(directory: Path, override: str | None) -> str:
     if text is None:
         raise StageError(
             f"the tokenizer has no chat template ({FILE} is missing, tokenizer_config.json has no chat_template), and the data "
-            f"are chats; set stages.tokenize.chat_template (of preference pairs: stages.pair.chat_template) to a file or to one of "
+            f"are chats; set stages.tokenize.chat_template or stages.pair.chat_template to a file or to one of "
             f"{', '.join(sorted(TEMPLATES))}, or bring prompt/completion data"
         )
     return text

@@ -102,6 +102,7 @@ def test_each_choice_saves_what_it_is_for():
     assert estimated(micro_batch_rows=1).activations == plain.activations // 2
     adapter = estimated(trained=1000)
     assert adapter.gradients == 4000 and adapter.optimizer == 8000 and adapter.weights == plain.weights
+    assert adapter.memory < plain.memory + 0.5 * plain.activations
 
 
 def test_the_parts_of_full_training_are_sixteen_bytes_a_number():
