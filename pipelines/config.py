@@ -184,6 +184,12 @@ class AppConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """How `make sweep` chooses points and compares them."""
 
+    def __post_init__(self) -> None:
+        if not self.state.strip():
+            raise ValueError(
+                "state must name a directory, got nothing (it would be the repository itself); leave it out, or name one"
+            )
+
     @property
     def state_root(self) -> Path:
         return (ROOT / Path(self.state).expanduser()).resolve()

@@ -210,3 +210,8 @@ def test_a_place_for_a_model_replaces_the_whole_option_that_the_pipeline_takes()
 def test_an_option_for_a_stage_that_the_pipeline_lacks_names_pipelines_that_have_it() -> None:
     with pytest.raises(ConfigError, match=r"no fetch to choose .*dpo, finetune, preferences, sft, synthesize"):
         compose(["model=models:/mine@champion"])
+
+
+def test_no_directory_for_state_is_refused_and_not_taken_for_the_repository() -> None:
+    with pytest.raises(ConfigError, match="state must name a directory, got nothing"):
+        compose(["state="])
