@@ -1,7 +1,8 @@
 """Resumable state on disk: written so that a kill at any moment leaves either a whole checkpoint or none.
 
-A checkpoint is `step-<8 digits>/state.pt` (written by `torch.save`, read with `weights_only=True` after its SHA-256 agrees)
-and `complete.json` (step, size, SHA-256), written last; the directory appears by one rename. Apart from `export`, because
+A checkpoint is `step-<8 digits>/state.pt` (written by `torch.save`, read with `weights_only=True`), of a split model also what
+each worker wrote, and `complete.json` (step, and size and SHA-256 of each file), written last and compared before anything is
+read; the directory appears by one rename. Apart from `export`, because
 this is our own private format with optimizer state, and never leaves the work directory.
 """
 
@@ -20,23 +21,39 @@ STATE, COMPLETE = "state.pt", "complete.json"
 
 def save(directory: Path, step: int, state: dict[str, Any], *, keep: int = 2, best: int | None = None) -> Path:
     """Write the checkpoint of `step` under `directory` and remove all but the `keep` newest ones and that of step `best`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    temporary, final = directory / f".writing-{step:08d}", of_step(directory, step)
-    for stale in (*directory.glob(".writing-*"), final):
+    begin(directory, step)
+    return complete(directory, step, state, keep=keep, best=best)
+
+
+def begin(directory: Path, step: int) -> Path:
+    """An empty place for the checkpoint of `step`, which is none yet."""
+    temporary = writing(directory, step)
+    for stale in (*directory.glob(".writing-*"), of_step(directory, step)):
         shutil.rmtree(stale, ignore_errors=True)
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def complete(directory: Path, step: int, state: dict[str, Any], *, keep: int = 2, best: int | None = None) -> Path:
+    """Make a checkpoint of what was begun and written there, and of `state`; remove old ones."""
+    temporary, final = writing(directory, step), of_step(directory, step)
     torch.save(state, temporary / STATE)
-    _sync(temporary / STATE)
-    size, digest = _facts(temporary / STATE)
-    (temporary / COMPLETE).write_text(json.dumps({"step": step, "size": size, "sha256": digest}))
-    _sync(temporary / COMPLETE)
-    _sync(temporary)
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    facts = {str(path.relative_to(temporary)): _facts(path) for path in files}
+    (temporary / COMPLETE).write_text(json.dumps({"step": step, "files": facts}))
+    for path in (*files, temporary / COMPLETE, *(p for p in temporary.iterdir() if p.is_dir()), temporary):
+        _sync(path)
     temporary.rename(final)
     _sync(directory)
     for old in sorted(directory.glob("step-*"))[:-keep]:
         if best is None or old != of_step(directory, best):
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def writing(directory: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is before it is one."""
+    return directory / f".writing-{step:08d}"
 
 
 def of_step(directory: Path, step: int) -> Path:
@@ -73,13 +90,16 @@ def load(checkpoint: Path) -> dict[str, Any]:
 
 def _broken(checkpoint: Path) -> str | None:
     try:
-        promised = json.loads((checkpoint / COMPLETE).read_text())
-        size, digest = _facts(checkpoint / STATE)
-    except (OSError, ValueError) as error:
+        promised = json.loads((checkpoint / COMPLETE).read_text())["files"]
+        found = {name: _facts(checkpoint / name) for name in {STATE, *promised}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: unreadable or without {COMPLETE}"
-    if not isinstance(promised, dict) or promised.get("size") != size:
-        return f"{STATE} has {size} bytes"
-    return None if promised.get("sha256") == digest else f"{STATE} has another SHA-256"
+    for name, (size, digest) in sorted(found.items()):
+        if promised.get(name, [None])[0] != size:
+            return f"{name} has {size} bytes"
+        if promised[name][1] != digest:
+            return f"{name} has another SHA-256"
+    return None
 
 
 def _facts(path: Path) -> tuple[int, str]:

@@ -290,6 +290,8 @@ class Job:
     """Layers are computed again in the backward pass instead of kept."""
     peak_tflops: float | None = None
     """What one worker's device multiplies at most, in 10^12 operations a second."""
+    sharded: bool = False
+    """Weights, gradients and optimizer state are split over the workers."""
     collective_timeout_s: int = 120
     """Seconds that a rank waits for the others, where no launcher has joined them already."""
 

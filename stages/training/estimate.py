@@ -143,6 +143,7 @@ def training(
     step_rows: int | None = None,
     validation_rows: int | None = None,
     workers: int = 1,
+    sharded: bool = False,
     trained: int | None = None,
     lean_optimizer: bool = False,
     bfloat16: bool = False,
@@ -155,7 +156,8 @@ def training(
 
     `trained`: numbers with a gradient (None: all); `step_rows`, `validation_rows`: what one worker has in a step, and in a pass
     over the validation split, where that is less than a micro-batch; `data_tokens`: tokens of both splits; `reference_pass`: the
-    data go through a reference too, which is a second model where `frozen_copy`; `flops_per_second`: what one worker gets."""
+    data go through a reference too, which is a second model where `frozen_copy`; `sharded`: weights, gradients and optimizer state
+    are split over the workers, and one layer, with embedding and head, is gathered at a time; `flops_per_second`: what one worker gets."""
     total = shape.parameters
     trained = total if trained is None else trained
     width = 6 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.intermediate + length
@@ -167,6 +169,8 @@ def training(
     rows_and_columns = trained // max(shape.hidden, 1) * 2
     if trained < total:
         activations *= ADAPTER_HOLES
+    parts = workers if sharded else 1
+    gathered = 8 * (shape.block_matrices // shape.layers + total - shape.block_matrices) if sharded else 0
     operations = flops_per_token(shape, length, min(1.0, trained / total))
     if gradient_checkpointing:
         operations += flops_per_token(shape, length) / 3
@@ -174,9 +178,9 @@ def training(
         operations += flops_per_token(shape, length) / 3
     return Estimate(
         process=PROCESS_BYTES,
-        weights=4 * total * (2 if frozen_copy else 1),
-        gradients=4 * trained,
-        optimizer=4 * (rows_and_columns + 2 * largest) if lean_optimizer else 8 * trained,
+        weights=4 * total // parts + gathered + (4 * total if frozen_copy else 0),
+        gradients=4 * trained // parts,
+        optimizer=4 * (rows_and_columns + 2 * largest) if lean_optimizer else 8 * trained // parts,
         activations=int(activations),
         export=4 * total,
         data=8 * data_tokens,

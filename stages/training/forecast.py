@@ -45,6 +45,7 @@ class Forecast:
             step_rows=self.step_rows,
             validation_rows=self.validation_rows,
             workers=self.world.size,
+            sharded=self.job.sharded,
             trained=self.trained,
             lean_optimizer=recipe.optimizer.name is Algorithm.adafactor,
             bfloat16=recipe.precision is Precision.bfloat16,

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stages.contract import StageError
-from stages.training import adapters, checkpoints, device, optimizer, probes, recompute
+from stages.training import adapters, checkpoints, device, optimizer, probes, recompute, sharding
 from stages.training.config import Job, Weights
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
@@ -50,6 +50,7 @@ def _run(job: Job, world: World, on_line: Callable[[], None]) -> None:
                 break
             training.step(step)
         training.summarise()
+        training.take_weights()
         if world.rank == 0:
             training.export()
         world.wait()
@@ -72,6 +73,10 @@ class Training:
         if job.gradient_checkpointing:
             recompute.enable(self.model)
         self.objective.module.to(world.device)
+        self.sharded = job.sharded and world.size > 1
+        if self.sharded:
+            sharding.require(job.recipe)
+            sharding.split(self.model, world)
         self.optimizer = optimizer.made(self.model, job.recipe.optimizer)
         self.forecast = Forecast(job, self.objective, world)
         self.forecast.require_room()
@@ -99,7 +104,7 @@ class Training:
             self.line(plan=f"{self._plan()}; {self.forecast.text()}")
         self.model.train()
         self.ddp: Any = self.objective.module
-        if self.world.size > 1:
+        if self.world.size > 1 and not self.sharded:
             self.ddp = DistributedDataParallel(self.ddp, forward_sync_buffers=False, gradient_as_bucket_view=True)
             # DDP regroups its gradient buckets after its first backward pass. That pass is taken here, on nothing, so
             # that a resumed run sums gradients in the same groups as the undisturbed one.
@@ -113,8 +118,16 @@ class Training:
         self.done = state["step"]
         if state["sampler"] != self.sampler.state(self.done):
             raise StageError(f"{checkpoint}: was written by another recipe; remove {self.job.work} and run again")
-        adapters.restore(self.model, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.sharded == ("model" in state):
+            raise StageError(
+                f"{checkpoint}: was written with resources.sharding={'none' if self.sharded else 'full'}; set it so to go on, "
+                f"or remove {self.job.work} to begin again"
+            )
+        if self.sharded:
+            sharding.load(checkpoint / sharding.SHARDS, self.model, self.optimizer)
+        else:
+            adapters.restore(self.model, state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.tokens, self.skipped, self.last = state["tokens"], state["skipped"], state["last"]
         self.best = Best(**state["best"])
         self.stopped = self.best.stops(self.job.recipe.early_stopping)
@@ -170,10 +183,9 @@ class Training:
         scale = self.world.size / max(weight, 1)
         sums: dict[str, float] = {}
         with self.meter.waiting():
-            batches = list(self._batches(rows[self.world.rank :: self.world.size]))
+            batches = list(self._batches(rows))
         for index, micro in enumerate(batches):
-            accumulate = self.world.size > 1 and index < len(batches) - 1
-            with self.ddp.no_sync() if accumulate else nullcontext():
+            with self._summing(last=index == len(batches) - 1):
                 with device.autocast(self.job.recipe.precision, self.world.device):
                     loss, shown = split(self.ddp(**micro))
                 (loss * scale).backward()
@@ -182,11 +194,18 @@ class Training:
             self.meter.padded += micro["input_ids"].numel()
         return sums
 
+    def _summing(self, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch: gradients are summed over the ranks after the last one of a step."""
+        if self.sharded:
+            return sharding.accumulating(self.model, last)
+        return nullcontext() if last or self.world.size == 1 else self.ddp.no_sync()
+
     def _batches(self, rows: Int64) -> Iterator[Batch]:
-        size = self.job.micro_batch_rows
-        for first in range(0, len(rows), size):
-            yield on(self.world.device, self.objective.batch(rows[first : first + size]))
-        if not len(rows):
+        """This rank's share of a step's rows; at least one batch, and of a split model as many as the other ranks have."""
+        size, mine = self.job.micro_batch_rows, rows[self.world.rank :: self.world.size]
+        for first in range(0, len(mine), size):
+            yield on(self.world.device, self.objective.batch(mine[first : first + size]))
+        for _ in range(-(-len(mine) // size), self.world.passes(len(rows), size) if self.sharded else 1):
             yield on(self.world.device, self.objective.weightless())
 
     def _report(self, **values: float) -> bool:
@@ -222,19 +241,27 @@ class Training:
         return self.job.work / "checkpoints"
 
     def _checkpoint(self) -> None:
+        state = {
+            "step": self.done,
+            "sampler": self.sampler.state(self.done),
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "last": self.last,
+            "best": asdict(self.best),
+        }
         if self.world.rank == 0:
-            state = {
-                "step": self.done,
-                "sampler": self.sampler.state(self.done),
-                "model": adapters.state(self.model),
-                "optimizer": self.optimizer.state_dict(),
-                "tokens": self.tokens,
-                "skipped": self.skipped,
-                "last": self.last,
-                "best": asdict(self.best),
-            }
+            checkpoints.begin(self.checkpoints, self.done)
+        if self.sharded:
+            self.world.wait()
+            sharding.save(
+                checkpoints.writing(self.checkpoints, self.done) / sharding.SHARDS, self.model, self.optimizer
+            )
+            self.world.wait()
+        else:
+            state |= {"model": adapters.state(self.model), "optimizer": self.optimizer.state_dict()}
+        if self.world.rank == 0:
             best = self.best.step if self.job.recipe.export is Weights.best else None
-            checkpoints.save(self.checkpoints, self.done, state, keep=self.job.keep_checkpoints, best=best)
+            checkpoints.complete(self.checkpoints, self.done, state, keep=self.job.keep_checkpoints, best=best)
             self.meter.restart()
 
     def summarise(self) -> None:
@@ -243,10 +270,17 @@ class Training:
         facts = self.meter.summary(padded)
         self.line(summary=facts | self.forecast.against(facts), histogram=self.meter.histogram())
 
-    def export(self) -> None:
-        """Write the finished model where the launcher picks it up."""
+    def take_weights(self) -> None:
+        """Have the weights that leave in `model`: whole, and the best ones where these are wanted. On all ranks."""
         if self.job.recipe.export is Weights.best and self.best.step not in (0, self.done):
             self._restore(checkpoints.of_step(self.checkpoints, self.best.step))
+        if self.sharded:
+            weights = sharding.whole(self.model)
+            if self.world.rank == 0:
+                self.model = sharding.put(self.objective.fresh(), weights)
+
+    def export(self) -> None:
+        """Write the finished model where the launcher picks it up."""
         summary = {
             "steps": self.done,
             "tokens": self.tokens,

@@ -70,12 +70,16 @@ class SummedLoss(torch.nn.Module):
 
 
 @torch.no_grad()
-def summed(model: SummedLoss, split: PackedSplit, rows: npt.NDArray[np.int64], batch_rows: int) -> float:
-    """Summed cross entropy in nats over `rows`."""
+def summed(
+    model: SummedLoss, split: PackedSplit, rows: npt.NDArray[np.int64], batch_rows: int, at_least: int = 0
+) -> float:
+    """Summed cross entropy in nats over `rows`, in `at_least` so many passes (workers of a split model make equally many)."""
     was_training = model.training
     model.eval()
     total, device = 0.0, next(model.parameters()).device
     for first in range(0, len(rows), batch_rows):
         total += float(model(**on(device, batch(split, rows[first : first + batch_rows]))))
+    for _ in range(-(-len(rows) // batch_rows), at_least):
+        model(**on(device, weightless(split)))
     model.train(was_training)
     return total

@@ -61,6 +61,9 @@ class Objective(Protocol):
     def validate(self, world: World) -> dict[str, float]:
         """Metrics over the whole validation split, `validation_loss` among them: sums over sums, whatever the batches."""
 
+    def fresh(self) -> Any:
+        """A whole model of the same make as `model`, which may be split by now; its weights are to be replaced."""
+
     def summary(self) -> dict[str, Any]:
         """What the exported checkpoint says of its data."""
 
@@ -119,8 +122,12 @@ class NextTokens:
 
     def validate(self, world: World) -> dict[str, float]:
         rows = np.arange(world.rank, len(self.validation), world.size)
-        total = world.sum(summed(self.module, self.validation, rows, self.job.micro_batch_rows))
+        passes = world.passes(len(self.validation), self.job.micro_batch_rows) if self.job.sharded else 0
+        total = world.sum(summed(self.module, self.validation, rows, self.job.micro_batch_rows, passes))
         return {"validation_loss": total / max(int(supervised_tokens(self.validation).sum()), 1)}
+
+    def fresh(self) -> Any:
+        return _model(self.job, self.facts, self.split.input_ids.shape[1])
 
     def summary(self) -> dict[str, Any]:
         facts: dict[str, Any] = {"sequence_length": self.facts["sequence_length"]}

@@ -12,7 +12,7 @@ from stages.training import estimate
 from stages.training.config import Algorithm, ModelConfig, Precision, Recipe, TokenRecipe
 from stages.training.estimate import Estimate, ModelShape
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
-from stages.training.resources import Launcher, TrainResources
+from stages.training.resources import Launcher, Sharding, TrainResources
 
 BASE, SUMMARY = "config.json", "summary.json"
 
@@ -53,6 +53,7 @@ def foreseen(
         validation_rows=_validation_rows(facts, workers) * sequences or None,
         data_tokens=(rows or 0) * sequences * length,
         workers=workers,
+        sharded=resources.sharding is Sharding.full,
         trained=None if adapter is None else estimate.adapter_numbers(shape, adapter),
         lean_optimizer=recipe.optimizer.name is Algorithm.adafactor,
         bfloat16=recipe.precision is Precision.bfloat16,

@@ -105,18 +105,30 @@ class Preferences:
 
     def _models(self, base: Path, world: World) -> tuple[Any, Any]:
         """(the policy, what gives the reference's log-probabilities or None when they are stored)."""
-        loaded = models.load(base)  # an adapter that the base came with is merged: the reference is with it
-        no_dropout(loaded)
+        loaded = self._loaded(base)
         source = self._source()
         self.reference: ReferenceFrom | None = source
         copied = source is ReferenceFrom.copy
         frozen = copy.deepcopy(loaded).requires_grad_(False).eval().to(world.device) if copied else None
-        if self.recipe.adapter is not None:
-            loaded = adapters.attach(loaded, self.recipe.adapter, self.job.seed)
-            no_dropout(loaded)
+        loaded = self._adapted(loaded)
         if source is ReferenceFrom.columns:
             return loaded, None
         return loaded, Frozen(frozen) if frozen is not None else AdapterOff(loaded)
+
+    def _loaded(self, base: Path) -> Any:
+        loaded = models.load(base)  # an adapter that the base came with is merged: the reference is with it
+        no_dropout(loaded)
+        return loaded
+
+    def _adapted(self, loaded: Any) -> Any:
+        if self.recipe.adapter is not None:
+            loaded = adapters.attach(loaded, self.recipe.adapter, self.job.seed)
+            no_dropout(loaded)
+        return loaded
+
+    def fresh(self) -> Any:
+        assert self.job.base is not None
+        return self._adapted(self._loaded(self.job.base))
 
     def _source(self) -> ReferenceFrom:
         if self.recipe.reference is ReferenceFrom.columns and self.pairs.reference is None:
@@ -149,7 +161,8 @@ class Preferences:
 
     def validate(self, world: World) -> dict[str, float]:
         mine = np.arange(world.rank, len(self.validation), world.size)
-        sums = summed(self.module, self.validation, mine, self.job.micro_batch_rows, self.stored)
+        passes = world.passes(len(self.validation), self.job.micro_batch_rows) if self.job.sharded else 0
+        sums = summed(self.module, self.validation, mine, self.job.micro_batch_rows, self.stored, passes)
         return {f"validation_{name}": world.sum(value) / len(self.validation) for name, value in sums.items()}
 
     def summary(self) -> dict[str, Any]:
@@ -196,8 +209,8 @@ def no_dropout(model: Any) -> None:
 
 
 @torch.no_grad()
-def summed(module: PairLoss, pairs: Pairs, rows: Int64, size: int, stored: bool) -> dict[str, float]:
-    """What these pairs add to the loss and to each sum that is shown beside it."""
+def summed(module: PairLoss, pairs: Pairs, rows: Int64, size: int, stored: bool, at_least: int = 0) -> dict[str, float]:
+    """What these pairs add to the loss and to each sum that is shown beside it, in `at_least` so many passes."""
     was_training, device = module.training, next(module.parameters()).device
     module.eval()
     sums = dict.fromkeys(("loss", *SHOWN), 0.0)
@@ -205,6 +218,8 @@ def summed(module: PairLoss, pairs: Pairs, rows: Int64, size: int, stored: bool)
         loss, shown = module(**on(device, pairs.batch(some, stored)))
         for name, value in ({"loss": loss} | shown).items():
             sums[name] += float(value)
+    for _ in range(-(-len(rows) // size), at_least):
+        module(**on(device, pairs.batch(np.zeros(1, np.int64), stored)))
     module.train(was_training)
     return sums
 

@@ -38,6 +38,7 @@ def unexpected(model: Any, loss: float) -> str | None:
     ln(V), and what the spread of the logits adds, which is half their variance (final norm: unit size times width times the
     variance of the head's weights)."""
     head = model.get_output_embeddings().weight
+    head = head.full_tensor() if hasattr(head, "full_tensor") else head  # of a split model
     spread = head.shape[1] * float(head.detach().float().var()) / 2
     uniform = math.log(model.config.vocab_size)
     if abs(loss - uniform - spread) <= TOLERANCE + spread:

@@ -10,6 +10,13 @@ from stages.contract import StageResources
 POSSIBLY_ZERO = ("max_failures", "retries")
 
 
+class Sharding(Enum):
+    """What each worker holds of a model in training."""
+
+    none = "none"
+    full = "full"
+
+
 class Launcher(Enum):
     """Who starts the training processes."""
 
@@ -33,6 +40,9 @@ class TrainResources(StageResources):
     """Threads of one worker's tensor operations (also OMP_NUM_THREADS)."""
     micro_batch_rows: int = 8
     """Packed rows in one forward pass of one worker; less needs less memory."""
+    sharding: Sharding = Sharding.none
+    """`none`: each worker holds the whole model, gradients are summed (DDP). `full`: weights, gradients and optimizer state are
+    split over the workers, and a layer is gathered while it computes (FSDP2): less memory, more communication."""
     checkpoint_every: int = 100
     """Optimizer steps between resumable checkpoints in the work directory."""
     keep_checkpoints: int = 2
@@ -55,6 +65,10 @@ class TrainResources(StageResources):
         for name, value in asdict(self).items():
             if type(value) in (int, float) and name not in POSSIBLY_ZERO and value <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {value}")
+        if self.sharding is Sharding.full and (self.launcher is Launcher.inline or self.workers < 2):
+            raise ValueError(
+                "resources.sharding must be none with one worker, got full; set resources.workers and a launcher that starts them"
+            )
         if self.max_failures < 0:
             raise ValueError(f"resources.max_failures must be 0 or more, got {self.max_failures}")
 
@@ -62,7 +76,8 @@ class TrainResources(StageResources):
         """What of this the loop is told: fields of `stages.training.config.Job`."""
         names = ["micro_batch_rows", "checkpoint_every", "keep_checkpoints", "gradient_checkpointing", "peak_tflops"]
         names += ["collective_timeout_s"]
-        return {name: getattr(self, name) for name in names} | {"threads": self.threads_per_worker}
+        told = {name: getattr(self, name) for name in names}
+        return told | {"threads": self.threads_per_worker, "sharded": self.sharding is Sharding.full}
 
     def inline(self) -> bool:
         return self.launcher is not Launcher.ray

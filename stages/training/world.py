@@ -1,6 +1,7 @@
 """Where this process stands among the workers, and an environment that makes its arithmetic repeatable. Apart, because it
 is all that the loop knows about launchers: Ray Train, torchrun and a plain call differ in nothing else."""
 
+import math
 import os
 import platform
 import socket
@@ -43,6 +44,11 @@ class World:
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
+
+    def passes(self, rows: int, batch_rows: int) -> int:
+        """Batches of the rank that has most of `rows`, which are dealt out one by one."""
+        most = math.ceil(rows / self.size)
+        return math.ceil(most / batch_rows)
 
     def wait(self) -> None:
         """Returns when every rank has come here."""

@@ -17,7 +17,7 @@ from stages.artifacts import Checkpoint, TokenDataset
 from stages.train import TrainConfig
 from stages.training.config import Job, ModelConfig, TokenRecipe
 from stages.training.follow import Follower
-from stages.training.resources import Launcher, TrainResources
+from stages.training.resources import Launcher, Sharding, TrainResources
 from tests.stages import tiny_dataset as tiny
 
 SHAPE = {
@@ -57,19 +57,24 @@ def job(cfg: TrainConfig, data: TokenDataset, work: Path, *, seed: int = 0, base
         gradient_checkpointing=cfg.resources.gradient_checkpointing,
         peak_tflops=cfg.resources.peak_tflops,
         threads=cfg.resources.threads_per_worker,
+        sharded=cfg.resources.sharding is Sharding.full,
     )
 
 
-def _rank(rank: int, given: list[tuple[Job, int]]) -> None:
+def _rank(rank: int, size: int, given: list[tuple[Job, int]]) -> None:
     from stages.training.loop import run
 
     faulthandler.dump_traceback_later(240, exit=True)  # ranks that wait for each other say where, and end
     for one, port in given:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         run(one)
 
 
 def two_processes(*given: Job) -> None:
+    together(2, *given)
+
+
+def together(size: int, *given: Job) -> None:
     """The loop under a plain launcher: what torchrun gives, without Ray. Several jobs share the seconds of the start."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in given]
@@ -77,7 +82,7 @@ def two_processes(*given: Job) -> None:
             free.bind(("127.0.0.1", 0))
         ports = [free.getsockname()[1] for free in sockets]
     work = list(zip(given, ports, strict=True))
-    multiprocessing.start_processes(_rank, args=(work,), nprocs=2, start_method="spawn")
+    multiprocessing.start_processes(_rank, args=(size, work), nprocs=size, start_method="spawn")
 
 
 def losses(work: Path) -> dict[int, float]:
