@@ -85,7 +85,7 @@ class EvaluateConfig(StageConfig):
             raise ValueError("connect base to evaluate too: preference is measured against the model before training")
 
 
-@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "numpy"), ray=True)
+@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "numpy", "peft"), ray=True)
 def evaluate(
     cfg: EvaluateConfig,
     ctx: Context,

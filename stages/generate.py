@@ -99,7 +99,7 @@ class GenerateConfig(StageConfig):
             raise ValueError("score.by=log_probability needs a checkpoint: an endpoint does not give them")
 
 
-@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "openai", "pyarrow"), ray=True)
+@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "openai", "peft", "pyarrow"), ray=True)
 def generate(
     cfg: GenerateConfig,
     ctx: Context,

@@ -79,7 +79,7 @@ def _sources(cfg: PairConfig, resolver: Resolver) -> dict[str, str]:
     return {"chat_template": f"built-in {name}" if name in TEMPLATES else resolver.path(Path(name))}
 
 
-@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "pyarrow"), ray=True, sources=_sources)
+@stage(libraries=("torch", "transformers", "tokenizers", "jinja2", "peft", "pyarrow"), ray=True, sources=_sources)
 def pair(cfg: PairConfig, ctx: Context, corpus: Corpus, base: Checkpoint) -> PairDataset:
     """Tokenise windows of the corpus into pairs, then cut them into shards."""
     from stages.text.corpus import shards

@@ -19,6 +19,7 @@ import pyarrow
 from stages.text.blocks import FACTS_SCHEMA
 from stages.text.choices import ControlStrings, LossOn, OverLongPair
 from stages.text.corpus import SPLITS
+from stages.text.pairs import PAIRS_SCHEMA, REFERENCE
 from stages.text.record import FIELDS, PREFERENCE, Record
 from stages.text.rendering import ChatRefused
 from stages.text.shards import DROPPED_SCHEMA, Table, shard_name, write_shard
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
     from stages.serving.model import LoadedModel
 
 ROWS_PER_WINDOW = 512
-_IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
-PAIRS_SCHEMA = pyarrow.schema(
-    [pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("id", "source")]
-    + [pyarrow.field(name, pyarrow.list_(pyarrow.int32()), nullable=False) for name in _IDS]
-)
-REFERENCE = ("reference_chosen_logprob", "reference_rejected_logprob")
 REASONS = {
     "not_preference": "the row is of another kind",
     "prompt_moves": "the template writes the prompt in another way before an answer",

@@ -14,7 +14,7 @@ import torch
 from stages.artifacts import PairDataset
 from stages.contract import StageError
 from stages.text.corpus import shards
-from stages.text.pairing import REFERENCE
+from stages.text.pairs import REFERENCE
 from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job

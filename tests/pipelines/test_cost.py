@@ -107,7 +107,7 @@ def test_the_plan_for_machines_is_complete_and_alone_on_stdout(
     assert {"from": "clean", "to": "tokenize", "parameter": "corpus"} in answer["edges"]
     assert set(answer["steps"][0]) == {
         "name", "stage", "action", "reason", "changes", "accepted", "fingerprint", "inputs", "digest", "source_run",
-        "seconds", "bytes", "expected_seconds", "expected_bytes",
+        "seconds", "bytes", "expected_seconds", "expected_bytes", "estimated_seconds", "estimated_memory_bytes",
     }  # fmt: skip
     described = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     for name in (*answer, *answer["steps"][0], *answer["edges"][0]):

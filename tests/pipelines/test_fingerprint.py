@@ -83,7 +83,7 @@ def test_library_versions_are_those_that_the_stage_declares() -> None:
     assert env["pyarrow"] == pyarrow.__version__ and set(env) == {"python", "pyarrow"}
 
 
-WRITES_BYTES = {"ftfy", "jinja2", "phonenumbers", "py3langid", "tokenizers", "torch", "transformers"}
+WRITES_BYTES = {"ftfy", "gguf", "jinja2", "peft", "phonenumbers", "py3langid", "tokenizers", "torch", "transformers"}
 """Libraries whose next version may make other text, tokens or numbers of the same input."""
 
 
@@ -92,7 +92,7 @@ def test_a_data_stage_names_each_library_that_its_code_imports_and_whose_version
     root = Path(__file__).parents[2]
     wanted: dict[str, set[str]] = {}
     for stage in STAGES.values():
-        if stage.name in ("ingest", "clean", "tokenize", "pair", "generate", "evaluate", "train"):
+        if stage.name in ("ingest", "clean", "tokenize", "pair", "generate", "evaluate", "fetch", "train", "dpo"):
             trees = [ast.parse((root / file).read_text("utf-8")) for file in fp.code_digests(stage.function.__module__)]
             nodes = [node for tree in trees for node in ast.walk(tree)]
             found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -101,6 +101,15 @@ def test_a_data_stage_names_each_library_that_its_code_imports_and_whose_version
             assert wanted[stage.name] <= set(stage.libraries), stage.name
     assert wanted["clean"] == {"ftfy", "phonenumbers", "py3langid"}
     assert wanted["tokenize"] == {"jinja2", "tokenizers", "transformers"}  # rules of curation make no tokens anew
+
+
+def test_training_is_not_made_anew_because_code_that_serves_or_renders_has_changed() -> None:
+    stages.load()
+    for name in ("train", "dpo"):
+        reached = fp.code_digests(f"stages.{name}")
+        assert "stages/training/loop.py" in reached  # the control
+        rendering = ("stages/serving/", "stages/text/template", "stages/text/rendering", "stages/text/pairing")
+        assert [file for file in reached if file.startswith(rendering)] == []
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from stages.artifacts import Checkpoint, PairDataset
-from stages.text.pairing import PAIRS_SCHEMA, REFERENCE
+from stages.text.pairs import PAIRS_SCHEMA, REFERENCE
 from tests.stages import tiny_dataset as tiny
 
 BASE_DIGEST = "ba" * 32
