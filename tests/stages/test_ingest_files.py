@@ -45,6 +45,11 @@ def test_json_is_an_array_rows_under_data_one_object_or_lines(make_context: Make
         ("pretty", json.dumps(rows, indent=2) + "\n"),
         ("data", json.dumps({"version": "1.0", "n": 3, "data": rows})),
         ("lines", jsonl(*rows).decode()),
+        ("arrays", f"{json.dumps(rows[:1])}\n{json.dumps(rows[1:], indent=1)}"),
+        ("mixed", f"{json.dumps(rows[0], indent=1)}{json.dumps(rows[1:])}\n[]\n"),
+        ("joined", f"{json.dumps(rows[:2], indent=1)}\n\ufeff{json.dumps(rows[2:])}"),
+        ("data first", json.dumps({"data": rows, "n": {"rows": 3}}, indent=1) + "\n \n"),
+        ("data in lines", jsonl(*(row | {"data": [{"text": "no row"}]} for row in rows)).decode()),
     ):
         path = tmp_path / f"{name}.json"
         path.write_bytes(b"\xef\xbb\xbf" + content.encode())
@@ -76,6 +81,16 @@ def test_json_is_an_array_rows_under_data_one_object_or_lines(make_context: Make
         ('{"rows": [{"text": "a"}], "n": 1}', r"are the rows in rows\? jq -c '.rows\[\]' writes them"),
         ('{"train": [{"text": "a"}]}', 'one object with the keys train; want an array of rows, or {"data"'),
         ("<html>", "begins with neither"),
+        ('[{"text": "a"}], {"text": "b"}]', r"item 2 is broken JSON \(character 1 of it"),
+        ('[{"text": "a"}]]', r"item 2 is broken JSON \(character 1 of it"),
+        ('{"data": [{"text": "a"}]}\n{"data": [{"text": "b"}]}', r"found the fields data \(list of object of text\)"),
+        (
+            '{"data":\n[{"text": "a"}]}\n{"data":\n[{"text": "b"}]}',
+            r"""behind the 1 rows of the first "data".*'.data\[\]'""",
+        ),
+        ('{"data": [{"text": "a"}], "data": [{"text": "b"}]}', r"""behind the 1 rows of the first "data";"""),
+        ('{"data": [{"text": "a"}], "n":', "item 2 is cut off"),
+        ('{"data": [{"text": "a"}]', "item 2 is cut off"),
         ('{"text": {"0": "a", "1": "b"}}', r"one object with the keys text;.*orient='records', lines=True"),
     ],
 )
@@ -86,6 +101,24 @@ def test_json_that_is_not_whole_is_refused_with_its_place(
     with pytest.raises(StageError, match=message) as caught:
         take(make_context, tmp_path / "x.json")
     assert "secret" not in str(caught.value)
+
+
+def test_a_key_that_stands_twice_costs_its_row_and_no_value_is_lost_in_silence(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    rows = [
+        '{"text": "a", "text": "secret"}',
+        '{"text": "b", "n": {"k": [1], "k": [2]}}',
+        '{"text": "c", "text": "c"}',
+        '{"text": "d", "n": ' + "9" * 5_000 + "}",
+        '{"text": "e"}',
+    ]
+    for name, content in (("x.jsonl", "\n".join(rows)), ("x.json", f"[{','.join(rows)}]"), ("y.json", "\n".join(rows))):
+        (tmp_path / name).write_text(content)
+        found = take(make_context, tmp_path / name, max_bad_fraction=1)
+        assert [row["text"] for row in read(found)] == ["c", "e"], name
+        assert quarantine(found) == [(name, 1, "repeated_key"), (name, 2, "repeated_key"), (name, 4, "broken_json")]
+        assert "secret" not in (found.local() / "quarantine.jsonl").read_text("utf-8")
 
 
 def test_csv_values_are_text_and_may_hold_line_ends(make_context: MakeContext, tmp_path: Path) -> None:
