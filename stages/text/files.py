@@ -83,6 +83,13 @@ BESIDE = (
     "users.json",
 )
 """What tools and products put beside files of rows: descriptions of a data set, the account of an export."""
+OTHER_SPLITS = frozenset({"test", "tests", "validation", "valid", "val", "dev", "eval", "heldout"})
+"""Words in the names of files that nobody means to learn from."""
+
+
+def words(name: str) -> set[str]:
+    """In a file's path."""
+    return set(re.split(r"[^a-z]+", name.lower()))
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def read(order: Order, sources: list[Source], output: Path) -> Iterator[pyarrow.
     clashes: list[tuple[int, int, int, int]] = []
     with (
         ShardWriter(output / "rows", ROWS_SCHEMA, first=part, rows_per_shard=None, compression="none") as writer,
-        (output / f"faults-{part:06d}.jsonl").open("w", encoding="utf-8") as faults,
+        (output / f"faults-{part:06d}.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as faults,
     ):
         for where, found in _found(order, source):
             if isinstance(found, Fault):

@@ -316,6 +316,11 @@ def test_a_test_set_beside_the_training_set_is_pointed_out(make_context: MakeCon
         cfg = IngestConfig(source=SourceConfig(path=str(path)), resources=IngestResources(executor=Executor.inline))
         ingest(cfg, dataclasses.replace(make_context("ingest"), headline=said.append))
     assert "test-00000.jsonl among them: a path like .../*train*" in said[0] and "among them" not in said[1]
+    (tmp_path / "train-00000.jsonl").unlink()
+    for path in (tmp_path / "*.jsonl", tmp_path / "test*"):
+        cfg = IngestConfig(source=SourceConfig(path=str(path)), resources=IngestResources(executor=Executor.inline))
+        ingest(cfg, dataclasses.replace(make_context("ingest"), headline=said.append))
+    assert "test-00000.jsonl among them: a path like" in said[2] and "among them" not in said[3]
 
 
 @pytest.mark.parametrize(
