@@ -58,8 +58,8 @@ class Fields:
     messages: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
-    prompt_repeated: bool = False
-    """Of preferences in strings: both answers begin with the prompt, in every row."""
+    prompt_repeated: bool | None = None
+    """Of preferences in strings: the prompt is taken off answers that both begin with it. None: not settled yet."""
 
     def of_messages(self, row: Row) -> str:
         """The field that holds the conversation."""

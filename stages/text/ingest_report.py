@@ -9,6 +9,7 @@ from stages.contract import StageError
 from stages.text.faults import RULES
 from stages.text.files import OTHER_SPLITS, words
 from stages.text.ingesting import LINES_SHOWN
+from stages.text.record import PREFERENCE
 from stages.text.shards import Table, shard_name
 from stages.text.sources import Source
 
@@ -43,6 +44,18 @@ def profile(number: int, source: Source, weight: float, reports: list[Facts]) ->
         "reasons": dict(rules_of(mine)),
         "kinds": dict(sum((Counter(report["kinds"]) for report in mine), Counter())),
     }
+
+
+def refuse_unsettled(number: int, source: Source, reports: list[Facts]) -> None:
+    """Whether the prompt is taken off was settled by the first rows; those behind them may not say otherwise."""
+    mine = [report for report in reports if report["source"] == number]
+    pairs = sum(report["kinds"].get(PREFERENCE, 0) for report in mine)
+    repeats = sum(report["repeats"] for report in mine)
+    if repeats < pairs if source.reading.fields.prompt_repeated else 2 * repeats > pairs:
+        raise StageError(
+            f"{source.name}: of {pairs:,} preferences {repeats:,} have answers that both begin with the prompt; "
+            "stages.ingest.source.prompt_repeated=true takes it off these, prompt_repeated=false leaves it there"
+        )
 
 
 def refuse_above(
