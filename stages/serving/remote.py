@@ -142,7 +142,9 @@ def _entry(answer: Any, *, chat: bool) -> Entry:
     if content is None and getattr(message, "tool_calls", None):
         return {"bad": "tool_call", "detail": "the model calls a tool instead of answering"}
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts: list[Any] = [
+            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
+        ]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             content = "".join(texts)
     if not isinstance(content, str | None):
