@@ -176,7 +176,7 @@ def _refusal(path: str, names: list[str]) -> str:
     else:
         found = f"{len(names):,} files that end in {', '.join(repr(end) for end in ends[:5])}"
     return (
-        f"stages.ingest.source.path={path}: found {found}, want {known}, each also with .gz or .zst{advice}; "
+        f"stages.ingest.source.path={path}: found {found}, want {known}, each but .parquet also with .gz or .zst{advice}; "
         "or say what it is: stages.ingest.source.container=jsonl (json, parquet, csv, tsv, text)"
     )
 

@@ -18,7 +18,7 @@ class SourceConfig:
 
     path: str | None = location(None)
     """A file, a directory or a glob, also below s3://, gs:// or az://: .jsonl, .json, .parquet, .csv, .tsv, .txt or .md, each
-    also as .gz or .zst. Null without `hub`: the documentation of the installed Python standard library."""
+    but .parquet also as .gz or .zst. Null without `hub`: the documentation of the installed Python standard library."""
     hub: str | None = None
     """A hub's data set (`owner/name`) in place of a path. Only its files are taken, never code that it brings."""
     revision: str = location("main")

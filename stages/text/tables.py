@@ -183,6 +183,8 @@ def parquet_file(file: File, source: Any) -> pyarrow.parquet.ParquetFile:
     except BucketError:
         raise
     except Exception as error:  # whatever broken bytes make the library raise
+        if file.compression:
+            raise StageError(f"{file.name}: Parquet is compressed inside already; unpack it") from None
         with opened(file) as again:
             head = again.read(32)
         if not head.startswith(b"PAR1"):
