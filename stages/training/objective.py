@@ -157,8 +157,8 @@ def _model(job: Job, facts: dict[str, Any], sequence_length: int) -> Any:
     if job.base is not None:
         loaded = models.load(job.base)
         if facts.get("added_tokens"):
-            adapters.require_trained_rows(loaded, job.recipe.adapter, vocabulary)
-            models.widen(loaded, vocabulary)
+            adapters.require_trained_rows(loaded, job.recipe.adapter, facts["added_tokens"])
+            models.widen(loaded, vocabulary, facts["added_tokens"])
         if loaded.config.vocab_size < vocabulary:
             raise StageError(
                 f"the data set's tokenizer has {vocabulary} tokens, the base model {loaded.config.vocab_size}; "
