@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stages.text.waterfall import Tally
 
 SPLITS = ("train", "validation")
-PARTS_PER_BLOCK, ROWS_PER_PART = 4, 100_000
+PARTS_PER_BLOCK, LEAST_PARTS, ROWS_PER_PART = 4, 16, 100_000
 """Rows are judged in several parts for each block, so that no worker waits long for the last one, and at most so many rows at
 once, whose keys are in memory."""
 BEFORE = {
@@ -203,7 +203,7 @@ def _judge(table: "Table", steps: "Steps", scratch: Path, resources: CleanResour
     from stages.text import cleaning
     from stages.text.blocks import ranges, references
 
-    parts = max(PARTS_PER_BLOCK * resources.blocks, table.total // ROWS_PER_PART)
+    parts = max(PARTS_PER_BLOCK * resources.blocks, LEAST_PARTS, table.total // ROWS_PER_PART)
     orders = [{**order, "part": part} for part, order in enumerate(ranges(table.total, parts))]
     return references(orders, cleaning.judged, resources, table=table, steps=steps, scratch=scratch)
 

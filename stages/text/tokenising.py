@@ -37,7 +37,7 @@ from stages.text.turns import chat_of, prose
 if TYPE_CHECKING:
     from stages.text.templates import Chat, Encoded, Template
 
-DOCUMENTS_PER_WINDOW = 2_048
+DOCUMENTS_PER_WINDOW = 1_024
 PACKED_SCHEMA = pyarrow.schema(
     [
         *((name, pyarrow.list_(pyarrow.int32())) for name in ("input_ids", "labels", "document_starts")),
