@@ -16,6 +16,7 @@ FILES = 4
 PIECE = 4_000
 LEAST = 400
 """Characters of a piece of source at most, and of a document at least."""
+EOS = "<|endoftext|>"
 WORDS = 30_000
 COPIES = 0.1
 FREQUENT = tuple(
@@ -62,7 +63,8 @@ def _packages() -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError):
             continue
         for text in (*_docstrings(tree), *_pieces(source)):
-            if len(text) >= LEAST and "\0" not in text:
+            # Where EOS is typed, ours makes text of it, and the other tools an end.
+            if len(text) >= LEAST and "\0" not in text and EOS not in text:
                 yield text
 
 
