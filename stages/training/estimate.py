@@ -219,9 +219,12 @@ def require_room(estimate: Estimate, there: int, workers_here: int = 1, *, whole
         "optimizer": "set optimizer.name=adafactor, or train an adapter",
         "weights": "train an adapter of the base, lower resources.workers, or take a smaller model",
     }
+    way, fitting = ways[big], int(HEADROOM * there // estimate.memory)
+    if 0 < fitting < workers_here:
+        way = f"set resources.workers <= {fitting}, or {way}"
     raise ResourcesUnavailable(
         f"training needs {estimate.text()}; {workers_here} here need {gigabytes(wanted)}, "
-        f"{gigabytes(there)} are {'there' if whole else 'free'} (of which {HEADROOM:.0%} may be planned with): {ways[big]}"
+        f"{gigabytes(there)} are {'there' if whole else 'free'} (of which {HEADROOM:.0%} may be planned with): {way}"
     )
 
 

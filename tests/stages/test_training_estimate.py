@@ -129,7 +129,7 @@ def test_what_cannot_fit_is_refused_with_what_would_help(free, given, way):
 def test_what_fits_is_not_refused_and_workers_of_one_machine_share_it():
     found = estimated()
     require_room(found, int(found.memory / 0.89))
-    with pytest.raises(ResourcesUnavailable, match="2 here need"):
+    with pytest.raises(ResourcesUnavailable, match=r"2 here need .*: set resources\.workers <= 1, or "):
         require_room(found, int(found.memory / 0.89), workers_here=2)
 
 
