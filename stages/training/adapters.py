@@ -57,15 +57,19 @@ def attach(model: Any, adapter: Adapter, seed: int) -> Any:
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def require_trained_rows(model: Any, adapter: Adapter | None, vocab_size: int) -> None:
-    """StageError when tokens were added (the model is to be widened to `vocab_size`) and their embeddings would stay as they
-    begin."""
-    embedding = model.get_input_embeddings()
-    name = next(name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding)
-    if adapter is not None and embedding.num_embeddings < vocab_size and name not in adapter.modules_to_save:
+def require_trained_rows(model: Any, adapter: Adapter | None, added: int) -> None:
+    """StageError when `added` tokens came to the tokenizer whose rows in the embedding or the head an adapter would leave as they
+    begin, all alike: the model could never tell them apart, nor end a turn with one of them."""
+    if adapter is None:
+        return
+    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    wanted = [names[id(embedding)], names[id(head)]]
+    if not set(wanted) <= set(adapter.modules_to_save):
+        tied = " adapter.ensure_weight_tying=true" if embedding.weight is head.weight else ""
         raise StageError(
-            f"the data set brings {vocab_size - embedding.num_embeddings} tokens that the base does not know, and the adapter "
-            f"leaves their embeddings as they begin; set adapter.modules_to_save=[{name}]"
+            f"the data set brings {added} tokens that the base does not know, and the adapter leaves their rows in the embedding and "
+            f"the head as they begin; set adapter.modules_to_save=[{','.join(wanted)}]{tied}"
         )
 
 

@@ -46,7 +46,8 @@ def complete(directory: Path, step: int, state: dict[str, Any], *, keep: int = 2
     temporary.rename(final)
     _sync(directory)
     for old in sorted(directory.glob("step-*"))[:-keep]:
-        if best is None or old != of_step(directory, best):
+        # What was just written stays, also where a later one stands that is not whole and was passed over.
+        if old != final and (best is None or old != of_step(directory, best)):
             shutil.rmtree(old, ignore_errors=True)
     return final
 

@@ -210,7 +210,8 @@ class Recipe(StageConfig):
     early_stopping: EarlyStopping | None = None
     """Ends training when the validation loss has stopped to fall; null: never. Needs validate_every."""
     export: Weights = Weights.last
-    """`last`: the weights after the last step. `best`: those of the lowest validation loss; needs validate_every."""
+    """`last`: the weights after the last step. `best`: those of the lowest validation loss (one that is lower by less than
+    early_stopping.min_delta does not count); needs validate_every."""
     max_nonfinite_steps: int = 3
     """Steps with a non-finite loss or gradient are skipped on all workers together; one more than this stops training."""
 

@@ -59,7 +59,7 @@ def _written(model: Any, job: Job, directory: Path, stop_token_ids: Sequence[int
     merged = adapters.merge(model)
     with torch.no_grad():
         found = float((merged(input_ids=ids, use_cache=False).logits - before).abs().max() / before.abs().max())
-    if not found < adapters.MERGE_LIMIT:
+    if job.recipe.adapter.merge and not found < adapters.MERGE_LIMIT:
         raise StageError(
             f"{directory}: merging the adapter changes logits by {found:.2g} of the largest, wanted below "
             f"{adapters.MERGE_LIMIT}; set adapter.merge=false to keep it apart"

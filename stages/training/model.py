@@ -69,18 +69,20 @@ def adapted(directory: Path, base: Path | None = None) -> Any:
     return model
 
 
-def widen(model: Any, vocab_size: int) -> None:
-    """Make room for tokens that were added to the tokenizer: each begins as the mean of those that the model knows. Nothing
-    changes when there is room already."""
-    known = model.get_input_embeddings().num_embeddings
+def widen(model: Any, vocab_size: int, added: int = 0) -> None:
+    """Make room for tokens that were added to the tokenizer: each begins as the mean of those that the model knows. The last
+    `added` do so also where the model has rows to spare, which nothing has ever trained."""
+    rows = model.get_input_embeddings().num_embeddings
+    known = min(rows, vocab_size - added)
     if known >= vocab_size:
         return
-    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    if rows < vocab_size:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for values in (layer.weight, getattr(layer, "bias", None)):
                 if values is not None:
-                    values[known:] = values[:known].mean(dim=0)
+                    values[known:vocab_size] = values[:known].mean(dim=0)
 
 
 def parameters(model: Any) -> int:

@@ -44,6 +44,11 @@ class PairRecipe(Recipe):
             raise ValueError(f"beta must be above 0, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must be from 0 to below 0.5, got {self.label_smoothing}")
+        if self.adapter is not None and self.adapter.dropout > 0:
+            raise ValueError(
+                f"adapter.dropout must be 0 in preference optimisation, got {self.adapter.dropout}: policy and reference must differ "
+                "by what was learned alone"
+            )
         if self.reference is ReferenceFrom.adapter_off and self.adapter is None:
             raise ValueError("reference must not be adapter_off without an adapter: set adapter, or reference=copy")
 

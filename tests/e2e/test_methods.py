@@ -35,7 +35,8 @@ def test_a_model_is_pretrained_then_tuned_on_chats_then_taught_to_prefer(tmp_pat
         "pipeline=sft",
         "model=models:/pretrain@candidate",
         "tokenize=chatml",  # a pretrained model has no template of its own
-        "stages.train.adapter.modules_to_save=[embed_tokens]",
+        "stages.train.adapter.modules_to_save=[embed_tokens,lm_head]",
+        "stages.train.adapter.ensure_weight_tying=true",
         "stages.train.max_steps=12",
         "run.until=register",
         *inline("clean", "tokenize", "evaluate", trains="train"),

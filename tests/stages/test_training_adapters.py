@@ -198,11 +198,38 @@ def test_modules_that_are_not_there_and_new_tokens_that_nothing_teaches_are_refu
     model = models.load(base.local())
     with pytest.raises(StageError, match=r"adapter.target_modules: LlamaForCausalLM has no c_attn; it has .*q_proj"):
         adapters.attach(model, Adapter(target_modules=["c_attn"]), seed=0)
-    with pytest.raises(StageError, match=r"brings 3 tokens .* set adapter.modules_to_save=\[embed_tokens\]"):
-        adapters.require_trained_rows(model, Adapter(), 260)
-    adapters.require_trained_rows(model, Adapter(modules_to_save=["embed_tokens"]), 260)
-    adapters.require_trained_rows(model, Adapter(), 257)
-    adapters.require_trained_rows(model, None, 260)
+    wanted = r"brings 3 tokens .* set adapter.modules_to_save=\[embed_tokens,lm_head\] adapter.ensure_weight_tying=true"
+    for half in ([], ["embed_tokens"], ["lm_head"]):
+        with pytest.raises(StageError, match=wanted):
+            adapters.require_trained_rows(model, Adapter(modules_to_save=half), 3)
+    adapters.require_trained_rows(model, Adapter(modules_to_save=EMBEDDINGS, ensure_weight_tying=True), 3)
+    adapters.require_trained_rows(model, None, 3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_that_were_added_can_be_told_apart_after_training(tied):
+    shape = {**SHAPE, "tie_word_embeddings": tied}
+    model = models.build(ModelConfig(**shape), vocab_size=257, eos_token_id=0, seed=0)
+    models.widen(model, 259, added=2)
+    assert torch.equal(model.lm_head.weight[257], model.lm_head.weight[258])  # the control: they begin alike
+    model = adapters.attach(model, Adapter(modules_to_save=EMBEDDINGS, ensure_weight_tying=tied), seed=0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.tensor([[257, 5, 6, 258, 257, 7, 8, 258]])
+    for _ in range(120):
+        torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    said = adapters.merge(model).eval()(input_ids=ids).logits[0].argmax(dim=-1).tolist()
+    assert said[:-1] == ids[0, 1:].tolist(), "a turn is begun and ended with its own token"
+
+
+def test_added_tokens_in_rows_to_spare_begin_as_the_mean_of_the_known_ones():
+    model = models.build(ModelConfig(**SHAPE), vocab_size=260, eos_token_id=0, seed=0)
+    before = model.get_input_embeddings().weight.detach().clone()
+    models.widen(model, 258, added=2)
+    after = model.get_input_embeddings().weight
+    assert torch.allclose(after[256:258], before[:256].mean(dim=0).expand(2, -1))
+    assert torch.equal(after[:256], before[:256]) and torch.equal(after[258:], before[258:])
 
 
 @pytest.mark.parametrize(
