@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stages.artifacts import Checkpoint, PairDataset
 from stages.contract import Context, StageError, stage
-from stages.launching.launch import launch
+from stages.launching.launch import launch, log_datasets
 from stages.training import outlook
 from stages.training.config import GOLDEN_PROMPTS, Job
 from stages.training.estimate import Estimate
@@ -38,7 +38,7 @@ class DpoConfig(PairRecipe):
 def dpo(cfg: DpoConfig, ctx: Context, dataset: PairDataset, base: Checkpoint) -> Checkpoint:
     """Pairs and the model to improve in, a checkpoint out. Resumes by itself from what an earlier attempt left in `ctx.work`."""
     _require_fitting(cfg, dataset, base)
-    _log_datasets(ctx, dataset)
+    log_datasets(ctx, dataset)
     job = Job(
         recipe=PairRecipe(**{name: getattr(cfg, name) for name in PairRecipe.__dataclass_fields__}),
         verb="dpo",
@@ -73,10 +73,3 @@ def _require_fitting(cfg: DpoConfig, dataset: PairDataset, base: Checkpoint) -> 
             f"the stored log-probabilities are of model {facts['base_digest'][:12]}, the base is {base.digest[:12]}: "
             "connect one base to pair and dpo, or set stages.dpo.reference=copy"
         )
-
-
-def _log_datasets(ctx: Context, dataset: PairDataset) -> None:
-    summary = dataset.summary()
-    for split, purpose in (("train", "training"), ("validation", "validation")):
-        profile = {name: float(number) for name, number in summary[split].items()}
-        ctx.tracker.log_dataset(split, dataset, purpose, profile)

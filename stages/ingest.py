@@ -140,6 +140,10 @@ def ingest(cfg: IngestConfig, ctx: Context) -> Rows:
     numbers = {name: sum(f[name] for f in found) for name in ("rows", "characters", "quarantined")}
     kept = ctx.work / "quarantine.jsonl"
     ingest_report.refuse_above(cfg.max_bad_fraction, numbers["rows"], rules, reports, ctx.output, kept)
+    for number, (name, prefix, given) in enumerate(_configured(cfg)):
+        if given.prompt_repeated is None:
+            with _told_of(name, prefix):
+                ingest_report.refuse_unsettled(number, sources[number], reports)
     if not numbers["rows"]:
         where = f"source.path={cfg.source.path}" if not cfg.mix else f"mix ({', '.join(sorted(cfg.mix))})"
         raise StageError(f"stages.ingest.{where}: found no rows, wanted at least one")

@@ -3,7 +3,7 @@ not packed, and may bring along what the base model thinks of them, so that trai
 
 import json
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stages.text.shards import Table
 
 ROWS_PER_SHARD = 1_024
+IDS_SHOWN = 5
 TRAIN, VALIDATION = SPLITS = ("train", "validation")
 COUNTED = ("pairs", "prompt_tokens", "chosen_tokens", "rejected_tokens", "truncated", "truncated_tokens")
 
@@ -60,6 +61,8 @@ class PairConfig(StageConfig):
     batch_rows: int = 8
     """Completions that the base model reads together, at most. Rows of a batch change each other's last digits, so it belongs to
     the result."""
+    max_bad_fraction: float = 0.01
+    """The stage fails when more than this share of the rows cannot become pairs (0 to 1). What is too long is not among them."""
     resources: PairResources = field(default_factory=PairResources)
     """How the work is spread."""
 
@@ -67,6 +70,8 @@ class PairConfig(StageConfig):
         for name, least in (("sequence_length", 2), ("batch_rows", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"max_bad_fraction must be between 0 and 1, got {self.max_bad_fraction}")
 
 
 def _sources(cfg: PairConfig, resolver: Resolver) -> dict[str, str]:
@@ -93,8 +98,7 @@ def pair(cfg: PairConfig, ctx: Context, corpus: Corpus, base: Checkpoint) -> Pai
         (windows / part).mkdir(parents=True, exist_ok=True)
     counts = _pair_windows(cfg, ctx, table, base.local(), windows)
     totals = sum(counts.values(), Counter())
-    if not counts[TRAIN]["pairs"]:
-        raise StageError(f"no preference row of the training split became a pair:\n{_table(totals)}")
+    _refuse(cfg, counts[TRAIN]["pairs"], totals, Table.of(shards(windows, "dropped")))
     for split in SPLITS:
         if counts[split]["pairs"]:
             _write(Table.of(shards(windows, split)), ctx.output / split, ROWS_PER_SHARD)
@@ -190,11 +194,29 @@ def _write(table: "Table", directory: Path, rows_per_shard: int | None) -> None:
             write_shard(directory / shard_name(index), pyarrow.concat_tables(parts).combine_chunks())
 
 
-def _table(totals: "Counter[str]") -> str:
+def _refuse(cfg: PairConfig, trained: int, totals: "Counter[str]", dropped: "Table") -> None:
+    """StageError when nothing is left to train on, or too many rows are bad."""
+    left = {name: number for name, number in totals.items() if name not in (*COUNTED, "in")}
+    if not trained:
+        raise StageError(f"no preference row of the training split became a pair:\n{_table(left, dropped)}")
+    left.pop("too_long", None)  # asked for with sequence_length and over_long
+    total, came = sum(left.values()), totals["in"]
+    if total > cfg.max_bad_fraction * came:
+        raise StageError(
+            f"{total:,} of {came:,} rows ({total / came:.1%}) do not become pairs, more than "
+            f"stages.pair.max_bad_fraction={cfg.max_bad_fraction:g} allows; mend the rows or raise it:\n{_table(left, dropped)}"
+        )
+
+
+def _table(left: dict[str, int], dropped: "Table") -> str:
+    """Reasons with their number and the first rows that have them."""
     from stages.text.pairing import REASONS
 
-    left = [(number, name) for name, number in totals.items() if name not in (*COUNTED, "in")]
+    first: defaultdict[str, list[str]] = defaultdict(list)
+    for part in dropped.slices(0, dropped.total, ["id", "reason"]):
+        for row, reason in zip(*(part.column(name).to_pylist() for name in ("id", "reason")), strict=True):
+            first[reason] += [row] if len(first[reason]) < IDS_SHOWN else []
     return "\n".join(
-        f"  {number:>9,}  {name}" + (f": {REASONS[name]}" if name in REASONS else "")
-        for number, name in sorted(left, key=lambda each: (-each[0], each[1]))
+        f"  {number:>9,}  {name}" + (f": {REASONS[name]}" if name in REASONS else "") + f"; {', '.join(first[name])}"
+        for name, number in sorted(left.items(), key=lambda each: (-each[1], each[0]))
     )

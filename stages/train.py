@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stages.artifacts import Checkpoint, TokenDataset
 from stages.contract import Context, StageError, stage
-from stages.launching.launch import launch
+from stages.launching.launch import launch, log_datasets
 from stages.training import outlook
 from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, TokenRecipe
 from stages.training.estimate import Estimate
@@ -51,7 +51,7 @@ def train(cfg: TrainConfig, ctx: Context, dataset: TokenDataset, base: Checkpoin
     """Packed sequences in, a checkpoint out. Resumes by itself from what an earlier attempt left in `ctx.work`."""
     cfg.check(frozenset({"base"} if base else ()))
     _require_same_tokenizer(dataset, base)
-    _log_datasets(ctx, dataset)
+    log_datasets(ctx, dataset)
     job = Job(
         recipe=TokenRecipe(**{name: getattr(cfg, name) for name in TokenRecipe.__dataclass_fields__}),
         model=cfg.model,
@@ -92,10 +92,3 @@ def _require_same_tokenizer(dataset: TokenDataset, base: Checkpoint | None) -> N
             "the data set was tokenized with another tokenizer than the base model's; connect the base to the "
             "tokenize stage too"
         )
-
-
-def _log_datasets(ctx: Context, dataset: TokenDataset) -> None:
-    summary = dataset.summary()
-    for split, purpose in (("train", "training"), ("validation", "validation")):
-        profile = {name: float(number) for name, number in summary[split].items()}
-        ctx.tracker.log_dataset(split, dataset, purpose, profile)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import Checkpoint
+from stages.artifacts import Checkpoint, PairDataset, TokenDataset
 from stages.contract import Context, StageError
 from stages.launching import rank
 from stages.launching.torchrun import under_torchrun
@@ -46,6 +46,14 @@ def launch(resources: TrainResources, ctx: Context, job: Job) -> Checkpoint:
     require_equal(job.work / "export", job.work / "expected")
     shutil.copytree(job.work / "export", ctx.output, dirs_exist_ok=True)
     return Checkpoint(uri=ctx.output.resolve().as_uri())
+
+
+def log_datasets(ctx: Context, dataset: TokenDataset | PairDataset) -> None:
+    """Tell the tracker what is trained and validated on, with its numbers."""
+    summary = dataset.summary()
+    for split, purpose in (("train", "training"), ("validation", "validation")):
+        profile = {name: float(number) for name, number in summary[split].items()}
+        ctx.tracker.log_dataset(split, dataset, purpose, profile)
 
 
 def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:

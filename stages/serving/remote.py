@@ -94,7 +94,7 @@ class Remote:
             ) from error
         except openai.APIStatusError as error:
             return self._refused(error)
-        except openai.APIError as error:
+        except (openai.APIError, ValueError) as error:  # a reply that was cut is no JSON
             return {"bad": "no_answer", "detail": type(error).__name__}
         return _entry(answer, chat=question.messages is not None)
 
@@ -131,15 +131,29 @@ def wire(messages: list[dict[str, Any]]) -> Any:
 
 
 def _entry(answer: Any, *, chat: bool) -> Entry:
-    if not getattr(answer, "choices", None):  # a proxy's page, say
+    """Servers and proxies leave out, or write in another form, whatever the protocol has: the client does not look."""
+    choices = getattr(answer, "choices", None)
+    if not isinstance(choices, list) or not choices:  # a proxy's page, say
         return {"bad": "no_answer", "detail": "the reply has no choices"}
-    choice = answer.choices[0]
-    if chat and choice.message.content is None and choice.message.tool_calls:
+    message = getattr(choices[0], "message", None) if chat else choices[0]
+    if not isinstance(message, openai.BaseModel):
+        return {"bad": "no_answer", "detail": "the reply has no message"}
+    content = getattr(message, "content" if chat else "text", None)
+    if content is None and getattr(message, "tool_calls", None):
         return {"bad": "tool_call", "detail": "the model calls a tool instead of answering"}
-    text = (choice.message.content if chat else choice.text) or ""
-    entry: Entry = {"text": text, "finished": choice.finish_reason == "stop"}
-    if answer.usage is not None:
-        entry |= {"prompt_tokens": answer.usage.prompt_tokens, "tokens": answer.usage.completion_tokens}
+    if isinstance(content, list):
+        texts: list[Any] = [
+            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
+        ]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            content = "".join(texts)
+    if not isinstance(content, str | None):
+        return {"bad": "no_answer", "detail": "an answer that is no text"}
+    entry: Entry = {"text": content or "", "finished": getattr(choices[0], "finish_reason", None) == "stop"}
+    usage = getattr(answer, "usage", None)
+    for name, told in (("prompt_tokens", "prompt_tokens"), ("tokens", "completion_tokens")):
+        if isinstance(count := getattr(usage, told, None), int):
+            entry[name] = count
     return entry
 
 

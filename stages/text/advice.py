@@ -71,6 +71,8 @@ def looks_otherwise(line: bytes, error: json.JSONDecodeError) -> str:
     said, written = error.doc, line.strip()
     if written.startswith(b"<"):
         return "; is it a page of HTML?"
+    if written.startswith(b"\xef\xbb\xbf"):
+        return "; a byte-order mark stands in the middle of the file, where files were joined: take it out"
     if b"\r" in written and error.msg == "Extra data":
         return "; the lines end in \\r alone: write \\n"
     if error.msg == "Extra data":

@@ -7,6 +7,8 @@ matters is dropped without a word: what has no place here quarantines its row.
 """
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from stages.text.faults import Fault, kind, shown, word
@@ -35,6 +37,10 @@ ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """What programs call the thoughts before an answer; the first is its name in a record."""
+ATTACHED = ("image", "images", "video", "videos", "audio", "audios")
+"""Fields with what a chat is about, beside its messages or in one."""
+OF_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"role", "function_call"}, {"from", "value"})
+_BEGUN = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
 class Texts:
@@ -65,9 +71,19 @@ class Texts:
     def json(self, value: Any, field: str) -> str:
         """Canonical JSON of a part that is no plain text."""
         try:
-            return self.take(canonical(value), field)
+            written = canonical(value)
+            if "\\u0000" in written:  # it is escaped there, as a backslash and "u0000" are
+                written = canonical(self._strings(value, field))
+            return self.take(written, field)
         except (ValueError, RecursionError):  # NaN, Infinity
             raise Fault("not_text", field, "a number that JSON has not") from None
+
+    def _strings(self, value: Any, field: str) -> Any:
+        if isinstance(value, dict):
+            return {self.take(key, field): self._strings(inner, field) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._strings(inner, field) for inner in value]
+        return self.take(value, field) if isinstance(value, str) else value
 
     def _repair(self, repaired: str, rule: str, field: str) -> str:
         if not self.replace:
@@ -84,6 +100,27 @@ def decoded(value: Any, field: str) -> Any:
         except (ValueError, RecursionError):
             raise Fault("broken_json", field) from None
     return value
+
+
+def hold_messages(value: Any) -> bool:
+    """Whether this is messages, as they are or as a string of JSON (be it broken), and no text that begins with a bracket."""
+    if not isinstance(value, str | bytes):
+        return isinstance(value, list | dict)
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    try:
+        found = decoded(text, "")
+    except Fault:
+        return _BEGUN.match(text) is not None
+    return isinstance(found, list) and any(
+        isinstance(message, dict) and any(keys <= message.keys() for keys in OF_MESSAGES) for message in found
+    )
+
+
+def refuse_attached(row: Mapping[str, Any], at: str = "", names: tuple[str, ...] = ATTACHED) -> None:
+    """What is said is about what stands in these fields, and cannot be learned without it."""
+    for name in names:
+        if (given := without_null(row.get(name))) and given != "[]":
+            raise Fault("attachment", f"{at}{name}", kind(row[name]))
 
 
 def role_of(name: Any) -> str | None:
@@ -120,6 +157,7 @@ def _message(message: Any, at: str, texts: Texts) -> Message:
         raise Fault("unknown_role", at, word(message[named]))
     if message.get("weight") not in (None, 1) or message.get("train") is False:
         raise Fault("unsupported_weight", at)
+    refuse_attached(message, f"{at}.", (*ATTACHED, "attachments", "files"))
     if message[named] == "function_call" and named == "from":
         return {
             "role": role,
@@ -179,12 +217,12 @@ def _call(call: Any, at: str, texts: Texts) -> Message:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Fault("broken_tool_call", at, "no function name")
     given = function.get("arguments")
-    arguments = without_null(given) if not isinstance(given, str) else decoded_object(given or "{}")
-    if not isinstance(arguments or {}, dict):
-        raise Fault("broken_tool_call", f"{at}.arguments", "not a JSON object")
-    if arguments is None and isinstance(given, str):
-        raise Fault("broken_tool_call", f"{at}.arguments", "not JSON")
-    arguments = json.loads(texts.json(arguments or {}, f"{at}.arguments"))
+    if given is None or given == "":  # as many programs write that there are none
+        given = {}
+    arguments = without_null(given) if not isinstance(given, str) else decoded_object(given)
+    if not isinstance(arguments, dict):
+        raise Fault("broken_tool_call", f"{at}.arguments", "not JSON" if arguments is None else "not a JSON object")
+    arguments = json.loads(texts.json(arguments, f"{at}.arguments"))
     made: Message = {"type": "function", "function": {"name": texts.take(function["name"], at), "arguments": arguments}}
     if call.get("id") is not None:
         made["id"] = texts.take(call["id"], f"{at}.id")
@@ -217,12 +255,13 @@ def tools(value: Any, field: str, texts: Texts) -> str:
 
 
 def require_order(chat: list[Message], field: str, before: int = 0) -> None:
-    """One system message at most, and first; a tool answers a call that was made; a call is answered before others speak.
-    So many messages `before` do not stand in the field itself."""
+    """One system message at most, and first; a tool answers a call that was made; each call is answered before others speak
+    (an answer that names no call may be to all of them). So many messages `before` do not stand in the field itself."""
     if not chat:
         raise Fault("empty_conversation", field)
     called: set[str] = set()
-    open_calls = before_tool = False
+    waiting: set[str | None] = set()
+    before_tool = False
     for index, message in enumerate(chat):
         at, role = f"{field}[{index - before}]" if index >= before else "prompt", message["role"]
         if role == "system" and index:
@@ -232,13 +271,13 @@ def require_order(chat: list[Message], field: str, before: int = 0) -> None:
                 raise Fault("role_order", at, "tool without a call before it")
             if "tool_call_id" in message and called and message["tool_call_id"] not in called:
                 raise Fault("orphan_tool_call_id", at)
-            open_calls = False
+            waiting -= {message["tool_call_id"], None} if "tool_call_id" in message and called else waiting
             continue
-        if open_calls:
+        if waiting:
             raise Fault("unanswered_tool_call", at)
-        calls = message.get("tool_calls", [])
-        called |= {call["id"] for call in calls if "id" in call}
-        open_calls = before_tool = bool(calls)
+        waiting = {call.get("id") for call in message.get("tool_calls", [])}
+        called |= {name for name in waiting if name is not None}
+        before_tool = bool(waiting)
 
 
 def require_assistant(chat: list[Message], field: str, before: int = 0) -> None:

@@ -45,9 +45,38 @@ class Reading:
     max_row_bytes: int
 
 
+class _Decoder:
+    """JSON, and the keys that stand twice in one object with two values: a plain decoder loses the first without a word."""
+
+    def __init__(self) -> None:
+        self.json = json.JSONDecoder(object_pairs_hook=self._object)
+        self.twice: list[str] = []
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> Row:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            self.twice += [name for name, value in pairs if made[name] != value]
+        return made
+
+    def line(self, text: str) -> Any:
+        self.twice = []
+        value = self.json.decode(text)
+        if self.twice:
+            raise self.fault()
+        return value
+
+    def at(self, text: str, start: int) -> tuple[Any, int]:
+        """The value that begins there, and where it ends."""
+        self.twice = []
+        return self.json.raw_decode(text, start)
+
+    def fault(self) -> Fault:
+        return Fault("repeated_key", detail=shown(dict.fromkeys(self.twice)))
+
+
 def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading, *, head: bool = True) -> Iterator[Item]:
     """`head`: they are a file's first ones."""
-    loads = json.loads
+    loads = _Decoder().line
     for number, line in lines:
         if line is None:
             yield number, too_long(reading)
@@ -74,6 +103,8 @@ def json_lines(lines: Iterator[tuple[int, Line]], reading: Reading, *, head: boo
                 )
             except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
                 yield number, Fault("broken_json")
+            except Fault as fault:
+                yield number, fault
             else:
                 if type(value) is dict:
                     yield number, value
@@ -93,22 +124,18 @@ def too_long(reading: Reading) -> Fault:
 
 
 def json_values(file: File, reading: Reading) -> Iterator[Item]:
-    """One array of objects, {"data": [...]}, one object, or JSON Lines under the wrong name; never whole in memory."""
+    """Arrays and objects one behind the other, {"data": [...]}, or JSON Lines under the wrong name; never whole in memory."""
     with whole(file), stream(file) as source:
         text = _Text(file, source, reading)
         head = text.head()
-        if head[:1] == "{" and not (match := DATA.match(head)):
-            first, newline, after = text.first_line().partition("\n")
-            if not (newline and after.strip() and _complete(first)):
-                yield from text.objects()
+        if head[:1] == "{":
+            first, after = text.first_line()
+            if not (after and _complete(first)):
+                wrapped = DATA.match(text.buffer)
+                yield from text.wrapped(wrapped[0]) if wrapped else text.documents()
                 return
-            text = _Text(file, source, reading)  # to be read again, by line
-        elif head[:1] == "{":
-            text.drop(match.end())  # type: ignore[union-attr]
-            yield from text.items()
-            return
         elif head[:1] == "[":
-            yield from text.items()
+            yield from text.documents()
             return
         elif not head:
             return
@@ -155,11 +182,13 @@ class _Text:
         self.buffer = self.buffer.lstrip()
         return self.buffer
 
-    def first_line(self) -> str:
-        """All that was read, and at least up to the first line end."""
-        while "\n" not in self.buffer and not self.ended and len(self.buffer) <= self.reading.max_row_bytes:
+    def first_line(self) -> tuple[str, str]:
+        """It, and something of what stands behind it, read as far as a row may be long."""
+        while True:
+            first, _, after = self.buffer.partition("\n")
+            if after.strip() or self.ended or len(self.buffer) > self.reading.max_row_bytes:
+                return first, after.strip()
             self.more(max(JSON_BLOCK, len(self.buffer)))
-        return self.buffer
 
     def drop(self, characters: int) -> None:
         self.at += characters
@@ -177,24 +206,25 @@ class _Text:
 
     def value(self, number: int) -> Row | Fault:
         """Decode the next value, reading on (twice as much each time) until it is whole."""
-        decode, size = json.JSONDecoder().raw_decode, JSON_BLOCK
+        decoder, size, fault = _Decoder(), JSON_BLOCK, None
         while True:
             try:
-                value, end = decode(self.buffer, self.at)
+                value, end = decoder.at(self.buffer, self.at)
                 if end < len(self.buffer) or self.ended:
                     written = self.buffer[self.at : end] if self.dirty else ""
                     self.at = end
-                    return self._row(value, written)
+                    return fault or (decoder.fault() if decoder.twice else self._row(value, written))
             except (ValueError, RecursionError) as error:
                 if isinstance(error, RecursionError):
                     raise StageError(f"{self.file.name}: item {number} is nested too deeply to be read") from None
-                at = error.pos if isinstance(error, json.JSONDecodeError) else self.at
+                if not isinstance(error, json.JSONDecodeError):  # a number of thousands of digits
+                    decoder.json, fault = json.JSONDecoder(parse_int=len), Fault("broken_json")
+                    continue
+                at = error.pos
                 unterminated = "Unterminated" in str(error) or at >= len(self.buffer.rstrip()) - WORD
                 if self.ended or not unterminated:
                     cut = self.ended and ("Unterminated" in str(error) or at >= len(self.buffer.rstrip()))
                     what = "is cut off" if cut else f"is broken JSON (character {at - self.at + 1} of it)"
-                    if self.buffer[self.at : self.at + 1] == "]":
-                        what = "is missing: a comma stands before the end of the array"
                     raise StageError(
                         f"{self.file.name}: item {number} {what}; mend it, or write one object a line (.jsonl), where a bad "
                         "one costs only itself"
@@ -207,20 +237,38 @@ class _Text:
             self.more(size)
             size = len(self.buffer)
 
-    def items(self) -> Iterator[Item]:
-        """The items of the array that begins here; an item's place counts as its line."""
+    def items(self, before: int = 0) -> Iterator[Item]:
+        """The items of the array that begins here; an item's place, behind those `before` it, counts as its line."""
         self.drop(1)
-        number = 0
+        number = before
         while (found := self.peek()) != "]":
-            if number:
+            if number > before:
                 if found != ",":
                     what = "is cut off" if not found else "has no comma"
                     raise StageError(f"{self.file.name}: the array {what} after item {number}; write the file again")
                 self.drop(1)
-                self.peek()
+                if self.peek() == "]":
+                    raise StageError(
+                        f"{self.file.name}: item {number + 1} is missing: a comma stands before the end of the array; "
+                        "write the file again"
+                    )
             number += 1
             yield number, self.value(number)
         self.drop(1)
+
+    def wrapped(self, head: str) -> Iterator[Item]:
+        """The items of the array behind `head`; behind it only the rest of the object in which it stands may follow."""
+        self.drop(len(head))
+        number = 0
+        for number, item in self.items():
+            yield number, item
+        self.buffer, self.at = f"{head}0{self.buffer[self.at :]}", 0
+        rest = self.value(number + 1)
+        if self.peek() or (isinstance(rest, Fault) and rest.rule == "repeated_key"):
+            raise StageError(
+                f'{self.file.name}: more stands behind the {number:,} rows of the first "data"; write the rows of all one '
+                "a line: jq -c '.data[]' does so, with .jsonl as the name's end"
+            )
 
     def _row(self, value: Any, written: str) -> Row | Fault:
         if _escaped(written):
@@ -230,16 +278,20 @@ class _Text:
             value = Repaired(value) if isinstance(value, dict) else value
         return value if isinstance(value, dict) else Fault("not_an_object", detail=kind(value))
 
-    def objects(self) -> Iterator[Item]:
-        """One object, or several one behind the other, as jq writes them; an object's place counts as its line."""
-        number, first = 1, self.value(1)
-        if not self.peek():
-            yield 1, self._only(first)
-            return
-        yield 1, first
-        while self.peek():
-            number += 1
-            yield number, self.value(number)
+    def documents(self) -> Iterator[Item]:
+        """Objects and arrays of them one behind the other, as jq and cat write them; a row's place counts as its line."""
+        number = 0
+        while sign := self.peek():
+            if sign == "\ufeff":  # the byte-order mark of the next file
+                self.drop(1)
+            elif sign == "[":
+                for place, item in self.items(number):
+                    yield place, item
+                    number = place
+            else:
+                number += 1
+                found = self.value(number)
+                yield number, self._only(found) if number == 1 and not self.peek() else found
 
     def _only(self, value: Row | Fault) -> Row | Fault:
         if isinstance(value, Fault):

@@ -1,9 +1,8 @@
 """Reads evaluation sets, of which training must not hold parts. Apart from ingest, because here a row need not be of a known
-format: whatever it says counts, and a row that cannot be read may not be passed over.
+format: all that it says counts, and a row that cannot be read may not be passed over.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from stages.contract import StageError
 from stages.text.chats import Texts
@@ -11,9 +10,9 @@ from stages.text.containers import Item, Reading
 from stages.text.decontaminate import Index
 from stages.text.faults import RULES, Fault
 from stages.text.files import Container, File, TextUnit, find
-from stages.text.formats import Fields, Format, parts, recognise
+from stages.text.formats import Fields, Format, Row, parts, recognise
 from stages.text.opening import opened
-from stages.text.record import Record, prose
+from stages.text.record import Record, learned, prose, strings
 from stages.text.sources import Source
 from stages.text.tables import parquet_file, parquet_rows
 
@@ -34,9 +33,9 @@ def _texts(task: str, path: str) -> Iterator[str]:
                     f"stages.clean.decontamination.tasks.{task}: {file.name}:{line}: {RULES[row.rule]}; a row of an "
                     "evaluation set that cannot be read would be overlooked in training: mend or remove it"
                 )
-            text = _said(row)
-            said = said or bool(text.strip())
-            yield text
+            for text in _said(row):
+                said = said or bool(text.strip())
+                yield text
     if not said:
         raise StageError(f"stages.clean.decontamination.tasks.{task}={path}: found no text, wanted an evaluation set")
 
@@ -49,22 +48,13 @@ def _rows(task: str, file: File) -> Iterator[Item]:
     return Source(task, "", (file,), READING, Format.auto, None).rows(file)
 
 
-def _said(row: dict[str, Any]) -> str:
-    """Prompt and answer of a row of a known format; all texts of any other."""
+def _said(row: Row) -> list[str]:
+    """Prompt and answer of a row of a known format, alone and with its thoughts and calls; and always all its texts."""
+    said = ["\n".join(strings(row))]
     if (known := recognise(row, READING.fields)) is not None:
         try:
-            return prose(Record("", "", **parts(row, known[0], READING.fields, Texts(replace=True))))
+            record = Record("", "", **parts(row, known[0], READING.fields, Texts(replace=True)))
+            said += [prose(record), learned(record)]
         except Fault:
             pass  # something is missing to be learned from: that does not matter here
-    return "\n".join(_strings(row))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _strings(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _strings(part)
+    return list(dict.fromkeys(said))

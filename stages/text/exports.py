@@ -60,13 +60,29 @@ def turns(messages: Any, texts: Texts) -> list[Message]:
             raise Fault("unknown_role", at, word(message.get("sender")))
         if message.get("attachments") or message.get("files"):
             raise Fault("attachment", at)
-        said = message.get("text")
-        if not said:
-            content = message.get("content")
-            parts = [_object(part) for part in content] if isinstance(content, list) else []
-            said = "".join(texts.take(part.get("text"), at) for part in parts if part.get("type") == "text")
-        found.append({"role": role, "content": texts.take(said, at)})
+        found.append({"role": role, **_said(message.get("content"), message.get("text"), at, texts)})
     return found
+
+
+def _said(content: Any, text: Any, at: str, texts: Texts) -> Message:
+    """`content` has the parts of a message; `text` is the same in one, but for what it has no words for (tools, thoughts)."""
+    said: list[str] = []
+    thoughts: list[str] = []
+    for part in content if isinstance(content, list) else []:
+        match type := _object(part).get("type"):
+            case "text":
+                said.append(texts.take(part.get("text"), at))
+            case "thinking":
+                thoughts.append(texts.take(part.get("thinking"), at))
+            case "token_budget":  # says nothing
+                pass
+            case _:
+                raise Fault("unsupported_content_part", at, word(type))
+    if not said:
+        text = content if isinstance(content, str) and not text else text
+        said.append("" if text is None else texts.take(text, at))
+    thought = "".join(thoughts)
+    return {"content": "".join(said)} | ({"reasoning_content": thought} if thought else {})
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -83,6 +83,13 @@ BESIDE = (
     "users.json",
 )
 """What tools and products put beside files of rows: descriptions of a data set, the account of an export."""
+OTHER_SPLITS = frozenset({"test", "tests", "validation", "valid", "val", "dev", "eval", "heldout"})
+"""Words in the names of files that nobody means to learn from."""
+
+
+def words(name: str) -> set[str]:
+    """In a file's path."""
+    return set(re.split(r"[^a-z]+", name.lower()))
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ def _refusal(path: str, names: list[str]) -> str:
     else:
         found = f"{len(names):,} files that end in {', '.join(repr(end) for end in ends[:5])}"
     return (
-        f"stages.ingest.source.path={path}: found {found}, want {known}, each also with .gz or .zst{advice}; "
+        f"stages.ingest.source.path={path}: found {found}, want {known}, each but .parquet also with .gz or .zst{advice}; "
         "or say what it is: stages.ingest.source.container=jsonl (json, parquet, csv, tsv, text)"
     )
 

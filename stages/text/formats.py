@@ -9,8 +9,20 @@ from enum import Enum
 from typing import Any
 
 from stages.text import exports, preferences
-from stages.text.chats import Message, Texts, decoded, listed, messages, require_assistant, require_order, tools
-from stages.text.faults import Fault, kind
+from stages.text.chats import (
+    ATTACHED,
+    Message,
+    Texts,
+    decoded,
+    hold_messages,
+    listed,
+    messages,
+    refuse_attached,
+    require_assistant,
+    require_order,
+    tools,
+)  # fmt: skip
+from stages.text.faults import Fault
 from stages.text.record import CHAT, PREFERENCE, PROMPT_COMPLETION, TEXT, canonical
 
 Row = Mapping[str, Any]
@@ -46,8 +58,8 @@ class Fields:
     messages: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
-    prompt_repeated: bool = False
-    """Of preferences in strings: both answers begin with the prompt, in every row."""
+    prompt_repeated: bool | None = None
+    """Of preferences in strings: the prompt is taken off answers that both begin with it. None: not settled yet."""
 
     def of_messages(self, row: Row) -> str:
         """The field that holds the conversation."""
@@ -67,31 +79,13 @@ class Fields:
         return frozenset(named) | KNOWN_FIELDS
 
 
-ATTACHED = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields with what a chat is about, beside its messages."""
-KNOWN_FIELDS = frozenset(
-    [
-        *ATTACHED,
-        "context",
-        "question",
-        "conversations",
-        "conversation",
-        "response",
-        "system",
-        "tools",
-        "functions",
-        "instruction",
-        "input",
-        "output",
-        "history",
-        "mapping",
-        "chat_messages",
-        "label",
-        "current_node",
-        "preferred_output",
-        "non_preferred_output",
-    ]
+NOTHING: tuple[Any, ...] = (None, "", [], {}, "[]")
+"""What stands in a field that a row does not use; the last in tables, whose values are texts."""
+_OTHERS = (
+    "context question conversations conversation response system tools functions instruction input output history mapping"
+    " chat_messages label current_node preferred_output non_preferred_output"
 )
+KNOWN_FIELDS = frozenset(ATTACHED) | frozenset(_OTHERS.split())
 
 
 def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
@@ -112,7 +106,7 @@ def recognise(row: Row, fields: Fields) -> tuple[Format, str] | None:
         return Format.alpaca, f"fields instruction and {answer}"
     completion = fields.of_completion(row)
     if _conversational(row, fields):
-        return Format.chat, f"fields {fields.prompt} and {completion} are lists of messages"
+        return Format.chat, f"field {fields.prompt} is a list of messages, which {completion} goes on with"
     if fields.prompt in row and completion in row:
         return Format.prompt_completion, f"fields {fields.prompt} and {completion}"
     if fields.text in row:
@@ -126,8 +120,8 @@ def _answer(row: Row) -> str:
 
 
 def _conversational(row: Row, fields: Fields) -> bool:
-    """A prompt of several messages, and those that complete it."""
-    return isinstance(row.get(fields.prompt), list) and isinstance(row.get(fields.of_completion(row)), list)
+    """A prompt of messages, and what completes it: messages or a text."""
+    return hold_messages(row.get(fields.prompt)) and row.get(fields.of_completion(row)) is not None
 
 
 def repeats_prompt(row: Row, fields: Fields) -> bool:
@@ -196,15 +190,22 @@ def _field(row: Row, name: str) -> Any:
 
 
 def _text(row: Row, fields: Fields, texts: Texts) -> Parts:
+    refuse_attached(row)
     return {"kind": TEXT, "text": texts.take(_field(row, fields.text), fields.text)}
 
 
 def _prompt_completion(row: Row, fields: Fields, texts: Texts) -> Parts:
     completion = fields.of_completion(row)
-    if row.get("label") is False:
-        raise Fault("labelled_false", "label")
+    if _conversational(row, fields):
+        raise Fault("other_format", fields.prompt, Format.chat.value)
     prompt = texts.take(_field(row, fields.prompt), fields.prompt)
-    return {"kind": PROMPT_COMPLETION, "prompt": prompt, "text": texts.take(_field(row, completion), completion)}
+    text = texts.take(_field(row, completion), completion)
+    if any(row.get(name) not in NOTHING for name in ("system", "history", "tools", "functions")):
+        chat = [*_history(row, texts), {"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+        return _made(chat, row, completion, texts)
+    _refuse_false(row)
+    refuse_attached(row)
+    return {"kind": PROMPT_COMPLETION, "prompt": prompt, "text": text}
 
 
 def _chat(row: Row, fields: Fields, texts: Texts) -> Parts:
@@ -214,17 +215,35 @@ def _chat(row: Row, fields: Fields, texts: Texts) -> Parts:
         return _made(exports.turns(row["chat_messages"], texts), row, "chat_messages", texts)
     name = fields.of_messages(row)
     if row.get(name) is None and _conversational(row, fields):
-        both = (fields.prompt, fields.of_completion(row))
-        return _made([m for name in both for m in messages(row[name], name, texts)], row, fields.prompt, texts)
+        name = fields.of_completion(row)
+        said = row[name] if hold_messages(row[name]) else {"role": "assistant", "content": row[name]}
+        chat = [*messages(row[fields.prompt], fields.prompt, texts), *messages(said, name, texts)]
+        return _made(chat, row, fields.prompt, texts)
     return _made(messages(_field(row, name), name, texts), row, name, texts)
 
 
 def _alpaca(row: Row, fields: Fields, texts: Texts) -> Parts:
+    answer = _answer(row)
+    chat = [
+        *_history(row, texts),
+        {"role": "user", "content": _instruction(row, texts)},
+        {"role": "assistant", "content": texts.take(_field(row, answer), answer)},
+    ]
+    return _made(chat, row, answer, texts)
+
+
+def _instruction(row: Row, texts: Texts) -> str:
+    """With what it is about."""
     asked = texts.take(_field(row, "instruction"), "instruction")
     name = "input" if row.get("input") is not None else "context"
     given = row.get(name)
     if given is not None and (context := texts.take(given, name)):
         asked = f"{asked}\n{context}" if asked else context
+    return asked
+
+
+def _history(row: Row, texts: Texts) -> list[Message]:
+    """The turns before the row's own."""
     chat: list[Message] = []
     history = decoded(row.get("history") or [], "history")
     for index, turn in enumerate(history if isinstance(history, list) else [history]):
@@ -232,17 +251,15 @@ def _alpaca(row: Row, fields: Fields, texts: Texts) -> Parts:
             raise Fault("not_a_list", f"history[{index}]", "want [question, answer]")
         for role, said in zip(("user", "assistant"), turn, strict=True):
             chat.append({"role": role, "content": texts.take(said, f"history[{index}]")})
-    chat.append({"role": "user", "content": asked})
-    answer = _answer(row)
-    chat.append({"role": "assistant", "content": texts.take(_field(row, answer), answer)})
-    return _made(chat, row, answer, texts)
+    return chat
 
 
 def _made(chat: list[Message], row: Row, field: str, texts: Texts) -> Parts:
     """Whole and in order: with the row's own system message and its tools."""
     if not chat:
         raise Fault("empty_conversation", field)
-    _refuse_attached(row)
+    _refuse_false(row)
+    refuse_attached(row)
     given = len(chat)
     chat = with_system(chat, row, texts)
     require_order(chat, field, len(chat) - given)
@@ -254,10 +271,11 @@ def _made(chat: list[Message], row: Row, field: str, texts: Texts) -> Parts:
     }
 
 
-def _refuse_attached(row: Row) -> None:
-    for name in ATTACHED:
-        if row.get(name):
-            raise Fault("attachment", name, kind(row[name]))
+def _refuse_false(row: Row) -> None:
+    """Rows of unpaired preferences; in tables their labels are texts or numbers."""
+    label = row.get("label")
+    if label == 0 or (isinstance(label, str) and label.strip().lower() in ("false", "0", "0.0")):
+        raise Fault("labelled_false", "label")
 
 
 def with_system(chat: list[Message], row: Row, texts: Texts) -> list[Message]:
@@ -279,18 +297,20 @@ def _preference(row: Row, fields: Fields, texts: Texts) -> Parts:
         inner = inner if isinstance(inner, dict) else {}
         given = {fields.prompt: inner.get("messages"), "tools": inner.get("tools")}
         given |= {fields.chosen: row["preferred_output"], fields.rejected: _field(row, "non_preferred_output")}
-    _refuse_attached(row)
+    refuse_attached(row)
     for name in (fields.chosen, fields.rejected):
         _field(given, name)
     prompt = given.get(fields.prompt)
     if prompt is None:
-        prompt = given.get(fields.of_messages(given)) or given.get("instruction") or given.get("question")
+        prompt = given.get(fields.of_messages(given))
+        prompt = prompt or (_instruction(given, texts) if given.get("instruction") else given.get("question"))
     chosen, rejected = given[fields.chosen], given[fields.rejected]
     if fields.prompt_repeated and repeats_prompt(given, fields):
         size = len(given[fields.prompt])
         chosen, rejected = chosen[size:], rejected[size:]
     pair = preferences.pair(prompt, chosen, rejected, fields.chosen, fields.rejected, texts)
-    before = with_system(pair.prompt, given, texts)
+    history = [] if hold_messages(prompt) else _history(given, texts)
+    before = with_system([*history, *pair.prompt], given, texts)
     require_order([*before, *pair.chosen], fields.chosen, len(before))
     require_order([*before, *pair.rejected], fields.rejected, len(before))
     return {

@@ -9,7 +9,7 @@ from typing import Any
 
 from stages.contract import ResourcesUnavailable, StageError
 from stages.storage import hub
-from stages.text.files import Container, Found, chosen, listed
+from stages.text.files import OTHER_SPLITS, Container, Found, chosen, listed, words
 
 _SHARD = re.compile(r"(.*-)(\d{2,6})-of-(\d{2,6})(.*)")
 
@@ -133,10 +133,11 @@ def _of_split(
         word = re.compile(rf"(?:^|[^a-z0-9]){re.escape(split.lower())}(?:[^a-z0-9]|$)")
         found = [name for name in data if word.search(name.lower())]
         if not found and split == "train":
-            found = data
+            found = [name for name in data if not words(name) & (OTHER_SPLITS - words(subset or ""))]
     if not found:
         raise StageError(
-            f"{where}: no file of split {split!r}{f' of subset {subset!r}' if subset else ''} among {len(names)}"
+            f"{where}: no file of split {split!r}{f' of subset {subset!r}' if subset else ''} among {len(names)}; "
+            "stages.ingest.source.split= names another"
         )
     return found
 

@@ -1,6 +1,5 @@
 """What an ingest found, in numbers and words: the quarantine, the table of reasons, each source's profile. Apart from reading."""
 
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -8,12 +7,13 @@ from typing import Any
 
 from stages.contract import StageError
 from stages.text.faults import RULES
+from stages.text.files import OTHER_SPLITS, words
 from stages.text.ingesting import LINES_SHOWN
+from stages.text.record import PREFERENCE
 from stages.text.shards import Table, shard_name
 from stages.text.sources import Source
 
 Facts = dict[str, Any]
-OTHER_SPLITS = {"test", "tests", "validation", "valid", "val", "dev", "eval", "heldout"}
 
 
 def quarantine(reports: list[Facts], parts: Path, output: Path) -> None:
@@ -44,6 +44,18 @@ def profile(number: int, source: Source, weight: float, reports: list[Facts]) ->
         "reasons": dict(rules_of(mine)),
         "kinds": dict(sum((Counter(report["kinds"]) for report in mine), Counter())),
     }
+
+
+def refuse_unsettled(number: int, source: Source, reports: list[Facts]) -> None:
+    """Whether the prompt is taken off was settled by the first rows; those behind them may not say otherwise."""
+    mine = [report for report in reports if report["source"] == number]
+    pairs = sum(report["kinds"].get(PREFERENCE, 0) for report in mine)
+    repeats = sum(report["repeats"] for report in mine)
+    if repeats < pairs if source.reading.fields.prompt_repeated else 2 * repeats > pairs:
+        raise StageError(
+            f"{source.name}: of {pairs:,} preferences {repeats:,} have answers that both begin with the prompt; "
+            "stages.ingest.source.prompt_repeated=true takes it off these, prompt_repeated=false leaves it there"
+        )
 
 
 def refuse_above(
@@ -123,9 +135,8 @@ def described(sources: list[Source]) -> str:
 
 def _of_other_splits(source: Source) -> str:
     """A directory often holds its test set beside the training set, and nobody means to learn that."""
-    words = {file.name: set(re.split(r"[^a-z]+", file.name.lower())) for file in source.files}
-    others = [name for name, said in words.items() if said & OTHER_SPLITS]
-    if not others or not any("train" in said for said in words.values()):
+    others = [file.name for file in source.files if words(file.name) & OTHER_SPLITS]
+    if len(others) in (0, len(source.files)):
         return ""
     more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
     return f", {others[0]}{more} among them: a path like .../*train* leaves what is for tests out"

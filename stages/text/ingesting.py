@@ -22,9 +22,9 @@ from stages.text.chats import Texts
 from stages.text.containers import Repaired, too_long
 from stages.text.faults import Fault
 from stages.text.files import Container, File
-from stages.text.formats import parts
+from stages.text.formats import parts, repeats_prompt
 from stages.text.lines import line_starts
-from stages.text.record import Record, prose
+from stages.text.record import PREFERENCE, Record, prose
 from stages.text.shards import CHARACTERS_PER_GROUP, ROWS_PER_GROUP, ROWS_SCHEMA, ShardWriter, Table
 from stages.text.sources import Source
 from stages.text.tables import row_groups
@@ -34,6 +34,8 @@ LEAST_BYTES, MOST_BYTES = 64 * 2**10, 64 * 2**20
 """Of one part."""
 LINES_SHOWN = 5
 Order = dict[str, Any]
+Found = tuple[Record, str | None, bool, bool]
+"""A record, its row's own id, whether a text was repaired, whether both answers of a preference begin with the prompt."""
 
 
 def orders(sources: list[Source], blocks: int) -> list[Order]:
@@ -85,6 +87,8 @@ class Counts:
     rows: int = 0
     characters: int = 0
     repaired: int = 0
+    repeats: int = 0
+    """Preferences in which both answers begin with the prompt."""
     kinds: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[str]] = field(default_factory=dict)
@@ -103,14 +107,14 @@ def read(order: Order, sources: list[Source], output: Path) -> Iterator[pyarrow.
     clashes: list[tuple[int, int, int, int]] = []
     with (
         ShardWriter(output / "rows", ROWS_SCHEMA, first=part, rows_per_shard=None, compression="none") as writer,
-        (output / f"faults-{part:06d}.jsonl").open("w", encoding="utf-8") as faults,
+        (output / f"faults-{part:06d}.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as faults,
     ):
         for where, found in _found(order, source):
             if isinstance(found, Fault):
                 counts.fault(f"{where[0]}:{where[1]}", found)
                 faults.write(_line(where, found))
                 continue
-            record, own_id, repaired = found
+            record, own_id, repaired, repeats = found
             if own_id is not None:
                 clashes.append(
                     (_hash(f"{source.name}\0{own_id}"), _hash("\0".join(record.values()[2:])), part, counts.rows)
@@ -118,6 +122,7 @@ def read(order: Order, sources: list[Source], output: Path) -> Iterator[pyarrow.
             writer.write(*record.values())
             counts.rows += 1
             counts.repaired += repaired
+            counts.repeats += repeats
             counts.characters += len(prose(record))
             counts.kinds[record.kind] += 1
             if counts.rows == limit:
@@ -128,8 +133,8 @@ def read(order: Order, sources: list[Source], output: Path) -> Iterator[pyarrow.
     yield _facts({"part": part, "source": order["source"]} | vars(counts))
 
 
-def _found(order: Order, source: Source) -> Iterator[tuple[tuple[str, int], Fault | tuple[Record, str | None, bool]]]:
-    """((file, line), record with the row's own id and whether a text was repaired, or Fault) of all rows of a part."""
+def _found(order: Order, source: Source) -> Iterator[tuple[tuple[str, int], Fault | Found]]:
+    """((file, line), what was found or Fault) of all rows of a part."""
     if not source.files:
         yield from _documentation(source)
         return
@@ -154,14 +159,15 @@ def _found(order: Order, source: Source) -> Iterator[tuple[tuple[str, int], Faul
                 yield (name, line), too_long(reading)
                 continue
             repaired = texts.repaired or isinstance(row, Repaired)
-            yield (name, line), (record, None if own_id is None else str(own_id), repaired)
+            repeats = record.kind == PREFERENCE and repeats_prompt(row, reading.fields)
+            yield (name, line), (record, None if own_id is None else str(own_id), repaired, repeats)
 
 
-def _documentation(source: Source) -> Iterator[tuple[tuple[str, int], tuple[Record, None, bool]]]:
+def _documentation(source: Source) -> Iterator[tuple[tuple[str, int], Found]]:
     from stages.text import docstrings, documentation
 
     for record in documentation.records(docstrings.rows(), source.name, source.prefix, source.documentation):
-        yield (record.id.removeprefix(source.prefix), 1), (record, None, False)
+        yield (record.id.removeprefix(source.prefix), 1), (record, None, False, False)
 
 
 def _line(where: tuple[str, int], fault: Fault) -> str:

@@ -14,7 +14,7 @@ from stages.text.curation import Language, NearDuplicates, Pii, Quality, Unicode
 from stages.text.decontaminate import REASON as CONTAMINATED
 from stages.text.decontaminate import Index
 from stages.text.normalise import key_of, normal_form, side
-from stages.text.record import TEXT, Record, prose
+from stages.text.record import TEXT, Record, learned, prose
 from stages.text.rewriting import is_nested, rewritten, turns
 
 
@@ -101,10 +101,9 @@ class Judge:
             self._prose(judged, said)
         if judged.reason:
             return judged
-        said = prose(judged.record)
         if self.steps.near_duplicates is not None:
             judged.compared = turns(judged.record)
-        self._contamination(judged, said)
+        self._contamination(judged)
         if self._masker is not None and not judged.reason:
             judged.record, judged.masked = masked(judged.record, self._masker.mask)
         if judged.record is not record:
@@ -133,9 +132,11 @@ class Judge:
             if reason := self._languages.reason(judged.language):
                 judged.reason, judged.detail = reason, f"{judged.language} {probability:.2f}"
 
-    def _contamination(self, judged: Judged, said: str) -> None:
+    def _contamination(self, judged: Judged) -> None:
+        """A row may repeat an evaluation text in what it says alone, or in all that is learned of it."""
         if self.steps.evaluation_sets is not None:
-            share, task = self.steps.evaluation_sets.overlap(said)
+            texts = dict.fromkeys((prose(judged.record), learned(judged.record)))
+            share, task = max(map(self.steps.evaluation_sets.overlap, texts), key=lambda found: found[0])
             if share > self.steps.max_overlap:
                 judged.reason, judged.detail = CONTAMINATED, f"{task} {share:.3f}"
 

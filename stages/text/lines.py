@@ -68,6 +68,8 @@ def line_starts(file: File, start: int, end: int) -> int:
 
 def stream(file: File, start: int = 0) -> IO[bytes]:
     """The file's content, decompressed."""
+    if file.compression and not file.bytes:  # even of nothing there would be a head
+        raise StageError(f"{file.name}: truncated at byte 0, it is empty; copy or compress it again")
     raw = opened(file, start)
     if file.compression == "gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]

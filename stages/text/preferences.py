@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from stages.text.chats import Message, Texts, decoded, messages
+from stages.text.chats import Message, Texts, hold_messages, messages
 from stages.text.faults import Fault
 
 
@@ -20,12 +20,12 @@ class Pair:
 
 def pair(prompt: Any, chosen: Any, rejected: Any, better: str, worse: str, texts: Texts) -> Pair:
     """`better` and `worse` are the fields' names. What both answers begin with belongs to the prompt. Raises Fault."""
-    chosen, rejected, prompt = decoded(chosen, better), decoded(rejected, worse), decoded(prompt, "prompt")
     if prompt is None and (both := [_transcript(answer) for answer in (chosen, rejected)]) and all(both):
         chosen, rejected = both
-    if isinstance(chosen, str | bytes) and isinstance(rejected, str | bytes):
+    if all(isinstance(answer, str | bytes) and not hold_messages(answer) for answer in (chosen, rejected)):
         found = _of_strings(prompt, texts.take(chosen, better), texts.take(rejected, worse), texts)
     else:
+        prompt = None if prompt in ("[]", b"[]") else prompt
         found = _of_messages(prompt, messages(chosen, better, texts), messages(rejected, worse, texts), texts)
     for answer, field in ((found.chosen, better), (found.rejected, worse)):
         if not answer or not (answer[-1]["content"].strip() or answer[-1].get("tool_calls")):
@@ -92,6 +92,6 @@ def _of_messages(prompt: Any, chosen: list[Message], rejected: list[Message], te
 def _asked(prompt: Any, texts: Texts) -> list[Message]:
     if prompt is None or prompt == "" or prompt == []:
         return []
-    if isinstance(prompt, str | bytes):
+    if isinstance(prompt, str | bytes) and not hold_messages(prompt):
         return [{"role": "user", "content": texts.take(prompt, "prompt")}]
     return messages(prompt, "prompt", texts)

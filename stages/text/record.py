@@ -6,6 +6,7 @@ with the keys of its neighbours', and refuses columns whose rows differ in type.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,3 +63,25 @@ def prose(record: Record) -> str:
         return f"{record.prompt}{record.text}"
     parts = (json.loads(part) for part in (record.messages, record.chosen, record.rejected) if part)
     return "\n".join(message["content"] for part in parts for message in part)
+
+
+def learned(record: Record) -> str:
+    """All that a model may learn to write: prose, and of messages also thoughts and what tool calls pass."""
+    parts = (json.loads(part) for part in (record.messages, record.chosen, record.rejected) if part)
+    said = [text for part in parts for message in part for text in _learned(message)]
+    return "\n".join(said) if said else prose(record)
+
+
+def _learned(message: dict[str, Any]) -> Iterator[str]:
+    yield from strings([message.get("reasoning_content"), message["content"]])
+    for call in message.get("tool_calls") or []:
+        yield from strings(call.get("function", {}).get("arguments"))
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text within."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings(part)

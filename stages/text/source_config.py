@@ -18,7 +18,7 @@ class SourceConfig:
 
     path: str | None = location(None)
     """A file, a directory or a glob, also below s3://, gs:// or az://: .jsonl, .json, .parquet, .csv, .tsv, .txt or .md, each
-    also as .gz or .zst. Null without `hub`: the documentation of the installed Python standard library."""
+    but .parquet also as .gz or .zst. Null without `hub`: the documentation of the installed Python standard library."""
     hub: str | None = None
     """A hub's data set (`owner/name`) in place of a path. Only its files are taken, never code that it brings."""
     revision: str = location("main")
@@ -45,6 +45,9 @@ class SourceConfig:
     """The field that holds the preferred answer."""
     rejected_field: str = "rejected"
     """The field that holds the other answer."""
+    prompt_repeated: bool | None = None
+    """Of preferences in strings: take the prompt off answers that both begin with it. Null: where those of all rows do; a source
+    of which most do, but not all, is refused."""
     id_field: str | None = "id"
     """The rows' own id, where they have one: an id that stands on different rows is reported. Null: nothing is compared."""
     delimiter: str | None = None
@@ -97,4 +100,5 @@ class SourceConfig:
             messages=self.messages_field,
             chosen=self.chosen_field,
             rejected=self.rejected_field,
+            prompt_repeated=self.prompt_repeated,
         )

@@ -87,9 +87,12 @@ class Source:
             elif unknown is None:
                 unknown = file, line, row
         # In one row it may be chance (a prompt "I" before two answers that begin with "I"), in all of them it is a habit.
-        fields = replace(self.reading.fields, prompt_repeated=bool(repeated) and all(repeated))
+        habitual = self.reading.fields.prompt_repeated
+        if habitual is None:
+            habitual = bool(repeated) and all(repeated)
+        fields = replace(self.reading.fields, prompt_repeated=habitual)
         reading = replace(self.reading, fields=fields)
-        habit = "; both answers repeat the prompt, which is taken off" if fields.prompt_repeated else ""
+        habit = "; both answers repeat the prompt, which is taken off" if habitual else ""
         if self.format is not Format.auto:
             return replace(self, reading=reading, why=given + habit)
         if votes:

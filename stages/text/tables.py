@@ -21,8 +21,6 @@ from stages.text.opening import opened
 
 DELIMITERS = {",": ",", ";": ";", "\t": "\\t", "|": "|"}
 """As they are written on a command line."""
-SWALLOWED = 1_000
-"""More lines than that in one unclosed quote are no long value."""
 BATCH_BYTES = 16 * 2**20
 
 
@@ -41,15 +39,15 @@ def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
             return
         except csv.Error as error:
             if header is None:
-                raise _broken_header(file, lines.line, delimiter, str(error), reading) from None
-            yield start, _fault(file, start, lines, str(error), reading)
+                raise _broken_header(file, _mended(lines.line), delimiter, str(error), reading) from None
+            yield from _faults(file, start, lines.number, str(error), reading)
             continue
         if not any(values):  # also what a sheet writes for a row without anything in it
             continue
         if header is None:
             header = _header(file, values, delimiter, reading)
         elif len(values) != len(header):
-            yield start, Fault("column_count", detail=f"{len(values)} values, {len(header)} columns")
+            yield from _each(start, lines.number, "column_count", f"{len(values)} values, {len(header)} columns")
         else:
             yield start, _decoded(header, values, reading)
 
@@ -92,21 +90,39 @@ def _parted(file: File, found: str, names: list[str], written: str) -> StageErro
     )
 
 
-def _fault(file: File, start: int, lines: _Lines, said: str, reading: Reading) -> Fault:
-    if "field limit" in said:
-        return too_long(reading)
-    if "unexpected end" not in said:
-        return Fault("broken_csv", detail=f"lines {start} to {lines.number}" if lines.number > start else "")
-    if lines.number - start > SWALLOWED:
+def _faults(file: File, start: int, end: int, said: str, reading: Reading) -> Iterator[Item]:
+    """Of a row that begins in line `start` and is given up in line `end`."""
+    over, ended = "field limit" in said, "unexpected end" in said
+    if end > start and over:
         raise StageError(
-            f"{file.name}:{start}: a quote that is opened in this line is never closed, so the {lines.number - start:,} "
+            f"{file.name}:{start}: a value that begins in this line is longer than stages.ingest.max_row_bytes="
+            f"{reading.max_row_bytes} and goes over {end - start + 1:,} lines; is its quote never closed? close it, or raise this"
+        )
+    if end > start and ended:
+        raise StageError(
+            f"{file.name}:{start}: a quote that is opened in this line is never closed, so the {end - start:,} "
             "lines behind it cannot be told apart; close it"
         )
-    return Fault("cut_off", detail="a quote is never closed")
+    if over or ended:
+        yield start, too_long(reading) if over else Fault("cut_off", detail="a quote is never closed")
+    else:
+        yield from _each(start, end, "broken_csv")
+
+
+def _each(start: int, end: int, rule: str, detail: str = "") -> Iterator[Item]:
+    """A fault for every line: where quotes do not match, each may be a row of its own."""
+    if end > start:
+        detail = f"{detail}, lines {start} to {end}".removeprefix(", ")
+    for number in range(start, end + 1):
+        yield number, Fault(rule, detail=detail)
+
+
+def _mended(text: str) -> str:
+    """With U+FFFD for bytes that are no UTF-8, which came in as lone surrogates; a CSV file cannot hold these otherwise."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _decoded(header: list[str], values: list[str], reading: Reading) -> dict[str, Any] | Fault:
-    """Bytes that are no UTF-8 came in as lone surrogates, which a CSV file cannot hold otherwise."""
     if not all(map(str.isascii, values)):
         for name, value in zip(header, values, strict=True):
             try:
@@ -114,13 +130,12 @@ def _decoded(header: list[str], values: list[str], reading: Reading) -> dict[str
             except UnicodeEncodeError as error:
                 if not reading.replace:
                     return Fault("invalid_utf8", name, f"character {error.start + 1}")
-                whole = [value.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for value in values]
-                return Repaired(zip(header, whole, strict=True))
+                return Repaired(zip(header, map(_mended, values), strict=True))
     return dict(zip(header, values, strict=True))
 
 
 def _header(file: File, names: list[str], delimiter: str, reading: Reading) -> list[str]:
-    names = [name.strip() for name in names]
+    found, names = names, [_mended(name).strip() for name in names]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1 and name]
     if twice:
         raise StageError(f"{file.name}:1: the column {shown(twice)} stands twice in the header; rename one")
@@ -133,6 +148,12 @@ def _header(file: File, names: list[str], delimiter: str, reading: Reading) -> l
             split = names[0].split(other) if len(names) == 1 else []
             if len(split) > 1 and other != delimiter and by_names(split, reading.fields):
                 raise _parted(file, names[0], split, written)
+    for number, name in enumerate(found, 1):
+        if not reading.replace and _mended(name) != name:
+            raise StageError(
+                f"{file.name}:1: the name of column {number} is not UTF-8; save the file as such (Excel: CSV UTF-8), or "
+                "stages.ingest.source.encoding_errors=replace puts U+FFFD in its place"
+            )
     return names
 
 
@@ -162,6 +183,8 @@ def parquet_file(file: File, source: Any) -> pyarrow.parquet.ParquetFile:
     except BucketError:
         raise
     except Exception as error:  # whatever broken bytes make the library raise
+        if file.compression:
+            raise StageError(f"{file.name}: Parquet is compressed inside already; unpack it") from None
         with opened(file) as again:
             head = again.read(32)
         if not head.startswith(b"PAR1"):

@@ -127,7 +127,7 @@ class Estimate:
 
     def text(self) -> str:
         """One line: the whole and its parts."""
-        parts = ("weights", "gradients", "optimizer", "activations", "data")
+        parts = ("process", "weights", "gradients", "optimizer", "activations", "data")
         named = ", ".join(f"{name} {gigabytes(size)}" for name in parts if (size := getattr(self, name)))
         time = f" and {duration(self.seconds)}" if self.seconds else ""
         return f"about {gigabytes(self.memory)} a worker ({named}){time}"

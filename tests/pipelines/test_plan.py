@@ -85,7 +85,9 @@ def test_a_plan_says_what_training_needs_and_a_run_that_can_never_fit_is_refused
     steps, _ = planned(fitting)
     plan.require_memory(fitting, steps)
     (line,) = plan.announcements(fitting, steps)
-    assert re.fullmatch(r"train should need about \d+ MB a worker \(weights 4 MB, .*\) and [\d.]+ min", line)
+    assert re.fullmatch(
+        r"train should need about \d+ MB a worker \(process 550 MB, weights 4 MB, .*\) and [\d.]+ min", line
+    )
     assert reasons.as_json(fitting, steps)["steps"][3]["estimated_memory_bytes"] > 550e6
     huge = compose([f"state={tmp_path}", "stages.train.resources.micro_batch_rows=100000"])
     steps, _ = planned(huge)

@@ -154,6 +154,42 @@ def test_no_n_gram_of_an_evaluation_set_survives_whatever_its_format(make_contex
     assert set(dropped(clean(config, make_context(), rows_of(tmp_path / "in2", given)))) == {"chat:000000000"}
 
 
+def test_all_that_is_learned_is_compared_with_all_that_an_evaluation_row_says(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    exams = [prose_of(3_000 + i, 30) for i in range(6)]
+    asked = {"role": "user", "content": "q"}
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"x": [{"y": exams[2]}]})}}
+    sets: list[dict[str, Any]] = [
+        {"prompt": "q", "completion": "a", "solution": exams[0]},
+        {"messages": [asked, {"role": "assistant", "content": "a", "thinking": exams[1]}]},
+        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"text": exams[3]},
+        {"messages": [asked | {"content": "short"}, {"role": "assistant", "content": "text"}], "note": "b"},
+        {"instruction": exams[4], "output": "", "label": False},
+        {"prompt": "q", "chosen": "a", "rejected": exams[5]},
+    ]
+    (tmp_path / "exam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sets))
+    said: list[dict[str, Any]] = [{"content": exams[0]}, {"content": "b", "reasoning_content": exams[1]}]
+    said += [{"content": "c", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": value}}]}
+             for value in ({"x": exams[2]}, {"x": [{"y": f"so {exams[3]}"}]})]  # fmt: skip
+    said += [{"content": "text", "reasoning_content": "why so"}, {"content": exams[4]}, {"content": exams[5]}]
+    said += [{"content": "d", "reasoning_content": prose_of(4_000, 30)}]
+    given = [
+        Record(f"c:{n:09d}", "c", "chat", messages=canonical([{"role": "user", "content": "short"}, {"role": "assistant", **m}]))
+        for n, m in enumerate(said)
+    ]  # fmt: skip
+    given += texts([prose_of(i) for i in range(40)])
+    config = CleanConfig(
+        decontamination=Decontamination(tasks={"exam": str(tmp_path / "exam.jsonl")}), validation_fraction=0.3,
+        resources=inline(),
+    )  # fmt: skip
+    corpus = clean(config, make_context(), rows_of(tmp_path / "in", sorted(given, key=lambda record: record.id)))
+    assert {name for name, (reason, _) in dropped(corpus).items() if reason == "contaminated"} == {
+        f"c:{n:09d}" for n in range(7)
+    }
+
+
 def test_evaluation_sets_are_known_by_their_content_and_one_that_says_nothing_is_refused(
     make_context: MakeContext, tmp_path: Path
 ) -> None:

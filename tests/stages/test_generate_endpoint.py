@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ class Model:
                 with lock:
                     model.now -= 1
                 self.send_response(status)
-                self.send_header("Content-Type", "text/html" if isinstance(reply, bytes) else "application/json")
+                self.send_header("Content-Type", "text/html" if data.startswith(b"<") else "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 if status == 429:
                     self.send_header("Retry-After", "0.01")
@@ -156,6 +157,65 @@ def test_what_passes_is_tried_again_and_what_does_not_is_quarantined_within_the_
         (given[7].id, "no_answer", "the reply has no choices"),
     ]
     assert model.seen[slow] == 3 and model.seen[bad] == 1 and model.seen[given[0].text] == 2
+
+
+def odd_replies(good: dict) -> list[tuple[Any, str]]:
+    """Replies that servers and proxies give, and the detail under which each is no answer; empty: it is one."""
+    choice = good["choices"][0]
+
+    def saying(message: Any) -> dict:
+        return good | {"choices": [choice | {"message": message}]}
+
+    return [
+        (good | {"usage": {"prompt_tokens": 3}}, ""),
+        (good | {"usage": {"prompt_tokens": None, "completion_tokens": None}}, ""),
+        (good | {"usage": {"prompt_tokens": "3", "completion_tokens": {}}}, ""),
+        (good | {"usage": "none"}, ""),
+        (good | {"usage": [1]}, ""),
+        ({name: value for name, value in good.items() if name != "usage"}, ""),
+        (saying({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}), ""),
+        (saying({"role": "assistant", "content": [{"type": "image_url"}]}), "an answer that is no text"),
+        (saying({"role": "assistant", "content": [{"type": "text", "text": None}]}), "an answer that is no text"),
+        (saying({"role": "assistant", "content": [{"type": "reasoning", "text": "hm"}]}), "an answer that is no text"),
+        (saying({"role": "assistant", "content": 3}), "an answer that is no text"),
+        (saying({"role": "assistant", "content": {"a": 1}}), "an answer that is no text"),
+        (saying(None), "the reply has no message"),
+        (saying("hello"), "the reply has no message"),
+        (good | {"choices": [{name: value for name, value in choice.items() if name != "message"}]}, "the reply has no message"),
+        (good | {"choices": [None]}, "the reply has no message"),
+        (good | {"choices": 3}, "the reply has no choices"),
+        (good | {"choices": {"a": 1}}, "the reply has no choices"),
+        (good | {"choices": []}, "the reply has no choices"),
+        ([], "the reply has no choices"),
+        (3, "the reply has no choices"),
+        (b'{"choices": [{"mess', "JSONDecodeError"),
+    ]  # fmt: skip
+
+
+def test_a_reply_in_another_form_is_an_answer_or_a_row_without_one_and_never_a_crash(
+    tmp_path, make_context, model
+) -> None:
+    given = texts(len(odd_replies(model.reply({"seed": 0}, ""))))
+    index = {record.text: number for number, record in enumerate(given)}
+
+    def fail(text, times):
+        good = model.reply({"seed": 0}, text)
+        return 200, odd_replies(good)[index[text]][0]
+
+    model.fail = fail
+    ctx = make_context()
+    generate(
+        config(model, max_bad_fraction=1, output=Output(kind=Kind.text)), ctx, rows=write(tmp_path / "rows", given)
+    )
+    details = [detail for _, detail in odd_replies(model.reply({"seed": 0}, ""))]
+    found = [json.loads(line) for line in (ctx.output / "quarantine.jsonl").read_text().splitlines()]
+    assert [(each["id"], each["reason"], each["detail"]) for each in found] == [
+        (record.id, "no_answer", detail) for record, detail in zip(given, details, strict=True) if detail
+    ]
+    answers = {row["id"]: row["text"] for row in rows_of(ctx.output)}
+    assert len(answers) == details.count("") and answers[given[6].id] == "ab"
+    summary = json.loads((ctx.output / "summary.json").read_text())
+    assert (summary["prompt_tokens"], summary["tokens"]) == (3 + 3, 2)
 
 
 def test_above_the_limit_the_stage_stops_early_and_a_second_run_asks_only_what_failed(

@@ -45,6 +45,11 @@ def test_json_is_an_array_rows_under_data_one_object_or_lines(make_context: Make
         ("pretty", json.dumps(rows, indent=2) + "\n"),
         ("data", json.dumps({"version": "1.0", "n": 3, "data": rows})),
         ("lines", jsonl(*rows).decode()),
+        ("arrays", f"{json.dumps(rows[:1])}\n{json.dumps(rows[1:], indent=1)}"),
+        ("mixed", f"{json.dumps(rows[0], indent=1)}{json.dumps(rows[1:])}\n[]\n"),
+        ("joined", f"{json.dumps(rows[:2], indent=1)}\n\ufeff{json.dumps(rows[2:])}"),
+        ("data first", json.dumps({"data": rows, "n": {"rows": 3}}, indent=1) + "\n \n"),
+        ("data in lines", jsonl(*(row | {"data": [{"text": "no row"}]} for row in rows)).decode()),
     ):
         path = tmp_path / f"{name}.json"
         path.write_bytes(b"\xef\xbb\xbf" + content.encode())
@@ -76,6 +81,16 @@ def test_json_is_an_array_rows_under_data_one_object_or_lines(make_context: Make
         ('{"rows": [{"text": "a"}], "n": 1}', r"are the rows in rows\? jq -c '.rows\[\]' writes them"),
         ('{"train": [{"text": "a"}]}', 'one object with the keys train; want an array of rows, or {"data"'),
         ("<html>", "begins with neither"),
+        ('[{"text": "a"}], {"text": "b"}]', r"item 2 is broken JSON \(character 1 of it"),
+        ('[{"text": "a"}]]', r"item 2 is broken JSON \(character 1 of it"),
+        ('{"data": [{"text": "a"}]}\n{"data": [{"text": "b"}]}', r"found the fields data \(list of object of text\)"),
+        (
+            '{"data":\n[{"text": "a"}]}\n{"data":\n[{"text": "b"}]}',
+            r"""behind the 1 rows of the first "data".*'.data\[\]'""",
+        ),
+        ('{"data": [{"text": "a"}], "data": [{"text": "b"}]}', r"""behind the 1 rows of the first "data";"""),
+        ('{"data": [{"text": "a"}], "n":', "item 2 is cut off"),
+        ('{"data": [{"text": "a"}]', "item 2 is cut off"),
         ('{"text": {"0": "a", "1": "b"}}', r"one object with the keys text;.*orient='records', lines=True"),
     ],
 )
@@ -86,6 +101,24 @@ def test_json_that_is_not_whole_is_refused_with_its_place(
     with pytest.raises(StageError, match=message) as caught:
         take(make_context, tmp_path / "x.json")
     assert "secret" not in str(caught.value)
+
+
+def test_a_key_that_stands_twice_costs_its_row_and_no_value_is_lost_in_silence(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    rows = [
+        '{"text": "a", "text": "secret"}',
+        '{"text": "b", "n": {"k": [1], "k": [2]}}',
+        '{"text": "c", "text": "c"}',
+        '{"text": "d", "n": ' + "9" * 5_000 + "}",
+        '{"text": "e"}',
+    ]
+    for name, content in (("x.jsonl", "\n".join(rows)), ("x.json", f"[{','.join(rows)}]"), ("y.json", "\n".join(rows))):
+        (tmp_path / name).write_text(content)
+        found = take(make_context, tmp_path / name, max_bad_fraction=1)
+        assert [row["text"] for row in read(found)] == ["c", "e"], name
+        assert quarantine(found) == [(name, 1, "repeated_key"), (name, 2, "repeated_key"), (name, 4, "broken_json")]
+        assert "secret" not in (found.local() / "quarantine.jsonl").read_text("utf-8")
 
 
 def test_csv_values_are_text_and_may_hold_line_ends(make_context: MakeContext, tmp_path: Path) -> None:
@@ -129,6 +162,8 @@ def test_broken_csv_costs_its_rows_and_a_wrong_header_the_file(make_context: Mak
         ("prompt\tresponse\na\tb\n", r"delimiter='\\t'"),
         ("text,text\na,b\n", "the column text stands twice"),
         ('text\n"a\n' + "x\n" * 2_000, "x.csv:2: a quote that is opened in this line is never closed"),
+        ("text\n" + "x\n" * 99 + '"a\n' + "x\n" * 900, "x.csv:101: .* never closed, so the 900 lines behind it"),
+        ("text\n" + "x\n" * 999 + '"cut\noff', "x.csv:1001: .* never closed, so the 1 lines behind it"),
         ("text\n", "found no rows"),
         ("", "found no rows"),
         ("sep=;\ntext;n\n", "begins with Excel's 'sep=;'; remove this line and set delimiter"),
@@ -138,6 +173,46 @@ def test_broken_csv_costs_its_rows_and_a_wrong_header_the_file(make_context: Mak
         with pytest.raises(StageError, match=message) as caught:
             take(make_context, path)
         assert "secret" not in str(caught.value)
+
+
+def test_every_line_that_a_quote_swallows_is_counted(make_context: MakeContext, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    for tail, rule in (('5,"x"', "broken_csv"), ('5,",x', "column_count")):
+        path.write_text("n,text\n" + '1,"a\nb"\n' * 10 + f'2,"open\n3,b\n4,c\n{tail}\n6,f\n')
+        with pytest.raises(
+            StageError, match=rf"4 of 15 rows cannot be used(?s:.*)4  {rule}: x.csv:22 \(.*lines 22 to 25"
+        ):
+            take(make_context, path)
+        rows = take(make_context, path, max_bad_fraction=0.3)
+        assert [row["text"] for row in read(rows)] == ["a\nb"] * 10 + ["f"]
+        assert quarantine(rows) == [("x.csv", line, rule) for line in (22, 23, 24, 25)]
+        assert rows.summary()["waterfall"][0] == {"step": "in", "rows": 15}
+    path.write_text('text\na\n"' + "x\n" * 5_000 + '"\nb\n')
+    resources = IngestResources(executor=Executor.inline)
+    cfg = IngestConfig(source=SourceConfig(path=str(path)), max_row_bytes=1_000, resources=resources)
+    with pytest.raises(
+        StageError, match=r"x.csv:3: .* is longer than stages.ingest.max_row_bytes=1000 .* never closed"
+    ):
+        ingest(cfg, make_context())
+
+
+def test_a_header_that_is_not_utf_8_is_told_or_repaired(make_context: MakeContext, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes("text,catégorie\nhello,résumé\n".encode("cp1252"))
+    with pytest.raises(StageError, match=r"x.csv:1: the name of column 2 is not UTF-8; save the file as such"):
+        take(make_context, path)
+    rows = take(make_context, path, encoding_errors=EncodingErrors.replace)
+    assert [row["text"] for row in read(rows)] == ["hello"]
+    assert texts(make_context, path, encoding_errors=EncodingErrors.replace, text_field="cat\ufffdgorie") == [
+        "r\ufffdsum\ufffd"
+    ]
+    path.write_bytes("text,é,è\nhello,1,2\n".encode("cp1252"))
+    with pytest.raises(StageError, match="stands twice in the header"):
+        take(make_context, path, encoding_errors=EncodingErrors.replace)
+    path.write_bytes('"prompt";"completion";"né"\n"a";"b";"c"\n'.encode("cp1252"))
+    with pytest.raises(StageError, match="delimiter=';'") as caught:
+        take(make_context, path)
+    assert str(caught.value).encode()
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt"])
@@ -164,6 +239,9 @@ def test_compressed_files_give_the_same_rows_and_cut_ones_are_refused(
         assert texts(make_context, tmp_path / f"{name}{suffix}", **unit) == plain
         (tmp_path / f"{name}{suffix}").write_bytes(data[:-10])
         with pytest.raises(StageError, match=rf"{name}{suffix}: truncated at byte {len(data) - 10}"):
+            take(make_context, tmp_path / f"{name}{suffix}", **unit)
+        (tmp_path / f"{name}{suffix}").write_bytes(b"")
+        with pytest.raises(StageError, match=rf"{name}{suffix}: truncated at byte 0"):
             take(make_context, tmp_path / f"{name}{suffix}", **unit)
         (tmp_path / f"{name}{suffix}").write_bytes(content)
         with pytest.raises(StageError, match=r"not a whole (gzip|zstd) file"):
@@ -497,6 +575,17 @@ def test_a_hubs_data_set_is_its_files_at_one_commit(make_context: MakeContext, h
     assert take_hub(make_context, split="test", revision="a" * 40) == ["z"]
     with pytest.raises(StageError, match="no file of split 'dev'"):
         take_hub(make_context, split="dev")
+    (hub / "data" / "train-00000-of-00001.parquet").unlink()
+    with pytest.raises(
+        StageError, match=r"no file of split 'train' among 1; stages.ingest.source.split= names another"
+    ):
+        take_hub(make_context)
+    for name in ("data", "dev/data", "latest"):
+        (hub / f"{name}.jsonl").parent.mkdir(exist_ok=True)
+        (hub / f"{name}.jsonl").write_bytes(jsonl({"text": name}))
+    assert take_hub(make_context) == ["data", "latest"]
+    assert take_hub(make_context, subset="dev") == ["dev/data"]
+    assert take_hub(make_context, split="test") == ["z"]
     (hub / "other.jsonl").write_bytes(jsonl({"text": "o"}))
     (hub / "README.md").write_text(
         "---\nconfigs:\n- config_name: one\n  data_files:\n  - split: train\n    path: data/train-*\n"

@@ -1,6 +1,7 @@
 """Other people's exports as they are: read rightly, or told in one message what is wrong where and what to do about it."""
 
 import dataclasses
+import gzip
 import json
 import os
 import re
@@ -203,6 +204,17 @@ def test_a_pointer_of_git_lfs_is_no_broken_file(make_context: MakeContext, tmp_p
         assert f"{name}: is a pointer of Git LFS and not the file itself" in refusal(make_context, tmp_path / name)
 
 
+def test_parquet_that_is_compressed_once_more_is_told(make_context: MakeContext, tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "x.parquet")
+    for ending, packed in (("gz", gzip.compress), ("zst", lambda data: pyarrow.compress(data, "zstd", asbytes=True))):
+        path = tmp_path / f"x.parquet.{ending}"
+        path.write_bytes(packed((tmp_path / "x.parquet").read_bytes()))
+        message = refusal(make_context, path)
+        assert f"x.parquet.{ending}: Parquet is compressed inside already; unpack it" in message
+    (tmp_path / "x.tar").write_bytes(b"x")
+    assert ".txt, .md, each but .parquet also with .gz or .zst" in refusal(make_context, tmp_path / "x.tar")
+
+
 def test_sheets_leave_rows_and_columns_without_anything_in_them(make_context: MakeContext, tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("prompt, completion,,\na, b,,\n,,,\nc,NA,,\n")
@@ -316,6 +328,11 @@ def test_a_test_set_beside_the_training_set_is_pointed_out(make_context: MakeCon
         cfg = IngestConfig(source=SourceConfig(path=str(path)), resources=IngestResources(executor=Executor.inline))
         ingest(cfg, dataclasses.replace(make_context("ingest"), headline=said.append))
     assert "test-00000.jsonl among them: a path like .../*train*" in said[0] and "among them" not in said[1]
+    (tmp_path / "train-00000.jsonl").unlink()
+    for path in (tmp_path / "*.jsonl", tmp_path / "test*"):
+        cfg = IngestConfig(source=SourceConfig(path=str(path)), resources=IngestResources(executor=Executor.inline))
+        ingest(cfg, dataclasses.replace(make_context("ingest"), headline=said.append))
+    assert "test-00000.jsonl among them: a path like" in said[2] and "among them" not in said[3]
 
 
 @pytest.mark.parametrize(

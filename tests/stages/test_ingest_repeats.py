@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages.contract import Context, Executor, ResourcesUnavailable
+from stages.contract import Context, Executor, ResourcesUnavailable, StageError
 from stages.ingest import IngestConfig, IngestResources, SourceConfig, ingest
 from tests.stages.test_ingest import quarantine, read, take, tree
 
@@ -80,6 +80,31 @@ def test_sources_of_a_mix_may_count_their_rows_alike(make_context: MakeContext, 
     mix = {name: SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in ("a", "b")}
     inline = IngestResources(executor=Executor.inline)
     assert ingest(IngestConfig(mix=mix, resources=inline), make_context()).summary()["id_clashes"] == 0
+
+
+def test_whether_answers_repeat_their_prompt_is_settled_by_all_rows_and_refused_where_it_is_not(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [{"prompt": f"q{n}", "chosen": f"q{n} yes", "rejected": f"q{n} no"} for n in range(30)]
+    plain = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+
+    def chosen(*rows: Any, **values: Any) -> list[str]:
+        path.write_bytes(jsonl(*rows))
+        source = SourceConfig(path=str(path), **values)
+        cfg = IngestConfig(source=source, resources=IngestResources(executor=Executor.inline, blocks=3))
+        return sorted(json.loads(row["chosen"])[0]["content"] for row in read(ingest(cfg, make_context())))
+
+    assert chosen(*rows) == [" yes"] * 30
+    whole = sorted(["yes", *(row["chosen"] for row in rows)])
+    for given in ([plain, *rows], [*rows, plain]):
+        with pytest.raises(StageError, match=r"of 31 preferences 30 .*stages\.ingest\.source\.prompt_repeated=true"):
+            chosen(*given)
+        assert chosen(*given, prompt_repeated=True) == [" yes"] * 30 + ["yes"]
+        assert chosen(*given, prompt_repeated=False) == whole
+    by_chance = [rows[0], *[plain] * 30]
+    assert chosen(*by_chance) == chosen(*by_chance[::-1]) == ["q0 yes", *["yes"] * 30]
+    assert chosen(*rows, prompt_repeated=False) == whole[:-1]
 
 
 def test_a_hubs_cache_that_holds_only_some_of_the_shards_is_refused(

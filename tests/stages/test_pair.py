@@ -63,7 +63,7 @@ def one_thread():
 
 
 def config(**values) -> PairConfig:
-    return PairConfig(**({"resources": INLINE, "sequence_length": 512} | values))
+    return PairConfig(**({"resources": INLINE, "sequence_length": 512, "max_bad_fraction": 1.0} | values))
 
 
 def pairs_of(directory: Path, split: str = "train") -> list[dict]:
@@ -215,6 +215,25 @@ def test_a_corpus_without_preference_rows_says_so(tmp_path, make_context) -> Non
         pair(config(), make_context(), corpus=given, base=base(tmp_path / "base", "qwen25"))
 
 
+def test_more_bad_rows_than_allowed_stop_the_stage_and_long_ones_do_not(tmp_path, make_context) -> None:
+    user = [{"role": "user", "content": "hi"}]
+    records = [preference(n, user, f"hello {n}", "no") for n in range(1, 8)]
+    records += [preference(8, user, "same", "same"), preference(9, user, "I say <|im_end|> now", "no")]
+    records += [preference(10, user, "hello " * 200, "no")]
+    model, given = base(tmp_path / "base", "qwen25"), corpus(tmp_path / "corpus", records, validation=1)
+    assert PairConfig().max_bad_fraction == 0.01
+    with pytest.raises(StageError) as refused:
+        pair(config(sequence_length=100, max_bad_fraction=0.19), make_context(), corpus=given, base=model)
+    assert str(refused.value).splitlines() == [
+        "2 of 10 rows (20.0%) do not become pairs, more than stages.pair.max_bad_fraction=0.19 allows; mend the rows or raise it:",
+        "          1  control_strings; p:000000009",
+        "          1  identical: chosen and rejected are the same tokens; p:000000008",
+    ]
+    ctx = make_context()
+    pair(config(sequence_length=100, max_bad_fraction=0.2), ctx, corpus=given, base=model)
+    assert len(pairs_of(ctx.output)) == 6 and len(reasons_of(ctx.output)) == 3
+
+
 def test_a_length_that_the_base_model_cannot_read_is_refused(tmp_path, make_context) -> None:
     given = corpus(tmp_path / "corpus", random_preferences(2))
     with pytest.raises(StageError, match=r"stages\.pair\.sequence_length=512: .* at most 64 tokens"):
@@ -222,7 +241,11 @@ def test_a_length_that_the_base_model_cannot_read_is_refused(tmp_path, make_cont
 
 
 def test_impossible_values_are_refused() -> None:
-    for values, message in (({"sequence_length": 1}, "sequence_length"), ({"batch_rows": 0}, "batch_rows")):
+    for values, message in (
+        ({"sequence_length": 1}, "sequence_length"),
+        ({"batch_rows": 0}, "batch_rows"),
+        ({"max_bad_fraction": 1.1}, "max_bad_fraction"),
+    ):
         with pytest.raises(ValueError, match=message):
             config(**values)
     with pytest.raises(ValueError, match=r"resources\.actors"):

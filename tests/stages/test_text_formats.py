@@ -287,6 +287,19 @@ def test_a_claude_export_is_a_chat_unless_its_files_are_missing() -> None:
     ]
     assert made({"chat_messages": turns})["messages"] == [user("hi"), assistant("yo")]
     assert fault({"chat_messages": [turns[0] | {"files": [{"file_name": "x"}]}, turns[1]]})[0] == "attachment"
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
+    both = turns[1] | {"text": "This block is not supported on your current device yet.", "content": parts}
+    assert made({"chat_messages": [turns[0], both]})["messages"] == [
+        user("hi"),
+        assistant("yo", reasoning_content="hm"),
+    ]
+    for content in (None, [], [{"type": "thinking", "thinking": ""}], [{"type": "token_budget"}]):
+        turn = turns[1] | {"text": "yo", "content": content}
+        assert made({"chat_messages": [turns[0], turn]})["messages"] == [user("hi"), assistant("yo")], content
+    for part in ({"type": "tool_use", "name": "f", "input": {}}, {"type": "image"}, {"text": "yo"}, None):
+        row = {"chat_messages": [turns[0], turns[1] | {"text": "yo", "content": [*parts, part]}]}
+        assert fault(row)[:2] == ("unsupported_content_part", "chat_messages[1]"), part
+    assert made({"chat_messages": [turns[0], turns[1] | {"content": "yo"}]})["messages"][1] == assistant("yo")
     assert fault({"chat_messages": [{"sender": "x"}]})[0] == "unknown_role"
     assert fault({"chat_messages": "x"})[0] == "not_a_list"
 

@@ -10,6 +10,7 @@ import torch
 
 from stages.contract import StageError
 from stages.text.packed import PackedSplit
+from stages.training import checkpoints
 from stages.training.checkpoints import STATE
 from stages.training.config import ModelConfig, Precision, Schedule
 from stages.training.loop import Training, run
@@ -228,3 +229,11 @@ def test_sequences_longer_than_the_model_takes_are_refused(data, tmp_path):
     cfg = config(model=ModelConfig(**SHAPE, max_position_embeddings=32))
     with pytest.raises(StageError, match="sequences are 64 tokens long, the model takes 32"):
         run(job(cfg, data, tmp_path))
+
+
+def test_a_checkpoint_that_was_just_written_stays_behind_a_later_one_that_is_broken(tmp_path):
+    for step in (200, 300):
+        checkpoints.save(tmp_path, step, {"step": step}, keep=2)
+    (checkpoints.of_step(tmp_path, 300) / "complete.json").unlink()
+    checkpoints.save(tmp_path, 250, {"step": 250}, keep=1)
+    assert checkpoints.newest(tmp_path, lambda text: None) == checkpoints.of_step(tmp_path, 250)
