@@ -23,7 +23,7 @@ def require_order(chat: list[Message], field: str, before: int = 0) -> None:
                 raise Fault("role_order", at, "tool without a call before it")
             # Where all are answered, this may be more of an answer.
             answered = _answered(message, waiting or calls, ids, at)
-            waiting = [call for call in waiting if call is not answered]
+            waiting = [call for call in waiting if all(call is not one for one in answered)]
             continue
         if waiting:
             raise Fault("unanswered_tool_call", at)
@@ -31,20 +31,18 @@ def require_order(chat: list[Message], field: str, before: int = 0) -> None:
         ids |= {call["id"] for call in calls if call.get("id")}
 
 
-def _answered(answer: Message, calls: list[Message], ids: set[str], at: str) -> Message | None:
-    """Which of these calls a tool answers: that of its id; without ids the next of its function's name; without either the one
-    that there is. None: a call that was answered before. `ids` are those of all calls so far."""
+def _answered(answer: Message, calls: list[Message], ids: set[str], at: str) -> list[Message]:
+    """Which of these calls a tool answers: that of its id (none: it was answered before); without an id the next of its function's
+    name; without either all of them, since one message may bring several results. `ids` are those of all calls so far."""
     if ids and (wanted := answer.get("tool_call_id")):
         if wanted not in ids:
             raise Fault("orphan_tool_call_id", at)
-        return next((call for call in calls if call.get("id") == wanted), None)
+        return [call for call in calls if call.get("id") == wanted][:1]
     if name := answer.get("name"):
-        calls = [call for call in calls if call["function"]["name"] == name]
+        calls = [call for call in calls if call["function"]["name"] == name][:1]
         if not calls:
             raise Fault("orphan_tool_call_id", at, "no open call of a function of this name")
-    elif len(calls) > 1:
-        raise Fault("ambiguous_tool_answer", at, f"{len(calls)} calls are open")
-    return calls[0]
+    return calls
 
 
 def require_assistant(chat: list[Message], field: str, before: int = 0) -> None:

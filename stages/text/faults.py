@@ -33,7 +33,6 @@ RULES = {
     "labelled_false": "an answer whose `label` is false or 0 (unpaired preferences): it is not to be learned",
     "attachment": "a row about an image, a recording or a file whose content is not in it",
     "orphan_tool_call_id": "a tool's answer to a call that was not made before: by its id, or by its function's name where it has none",
-    "ambiguous_tool_answer": "a tool's answer that names none of the several calls that are open, by id or by function",
     "unanswered_tool_call": "a tool call that is followed by something else than its answer",
     "broken_tool_call": "a tool call without a function's name, or whose arguments are not a JSON object",
     "broken_tools": "tools that are no list of function schemas",
