@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import harness, machine, plot, quote
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.harness import Bench, Check, Pair, Result, number, paired_verdict, ratio_of, summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -392,3 +394,38 @@ def test_arms_of_a_round_take_turns_and_are_compared_within_it() -> None:
     assert data_end_to_end.paired(a, b) == [Pair("AB", 10, 2), Pair("BA", 5, 10)]
     assert data_end_to_end.same({"a": a, "b": a}, "kept").holds
     assert not data_end_to_end.same({"a": a, "b": b}, "kept").holds
+
+
+def arm_of_a_gpu(losses: list[float], memory: float = 2e9) -> dict[str, Any]:
+    return {"losses": losses, "training_memory_bytes": memory, "reloaded": True}
+
+
+def test_the_check_of_a_gpu_holds_for_what_is_right_and_names_what_is_wrong() -> None:
+    falling, near = [7.0, 6.5, 6.0], [7.0001, 6.5002, 6.0002]
+    right = {
+        "processor": arm_of_a_gpu(falling),
+        "float32": arm_of_a_gpu(near),
+        "cut": arm_of_a_gpu(near),
+        "large_float32": arm_of_a_gpu(falling),
+        "large": arm_of_a_gpu([7.01, 6.52, 6.05]),
+        "checkpointed": arm_of_a_gpu([7.01, 6.52, 6.05], memory=1e9),
+    }
+    assert all(check["holds"] for check in gpu.judge(right))
+    wrong = {
+        "takes the steps of a processor": {
+            "float32": arm_of_a_gpu([7.0, 6.4, 6.0]),
+            "cut": arm_of_a_gpu([7.0, 6.4, 6.0]),
+        },
+        "to the last bit": {"cut": arm_of_a_gpu([7.0001, 6.5002, 6.0003])},
+        "bfloat16 learns": {
+            "large": arm_of_a_gpu([7.01, 6.9, 6.9]),
+            "checkpointed": arm_of_a_gpu([7.01, 6.9, 6.9], 1e9),
+        },
+        "less memory": {"checkpointed": arm_of_a_gpu([7.01, 6.52, 6.05], memory=3e9)},
+        "fresh process": {"large_float32": arm_of_a_gpu(falling) | {"reloaded": False}},
+    }
+    for words, changed in wrong.items():
+        broken = [check["name"] for check in gpu.judge({**right, **changed}) if not check["holds"]]
+        assert len(broken) == 1 and words in broken[0]
+    failed = gpu.judge({**right, "cut": {"failed": "CUDA error"}})
+    assert [check["found"] for check in failed if not check["holds"]] == ["not measured: an arm failed"] * 2

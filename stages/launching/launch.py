@@ -165,8 +165,16 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
 def _worker(config: Mapping[str, Any]) -> None:
     """One rank under Ray Train."""
     import ray
+    import torch
 
     job: Job = config["job"]
+    if torch.cuda.is_available():
+        refusal = (
+            "launcher=ray reserves no GPU for its workers in this release, and this node shows one: set "
+            f"stages.{job.verb}.resources.launcher=torchrun, or hide it (CUDA_VISIBLE_DEVICES=) to train on processors"
+        )
+        rank.refuse(job, refusal)
+        raise StageError(refusal)
     if os.environ.get("RANK", "0") == "0":
         (job.work / PLACED).write_text(ray.util.get_current_placement_group().id.hex())
     rank.train(job)

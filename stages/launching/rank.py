@@ -31,9 +31,9 @@ def train(job: Job) -> None:
         trace = job.work / TRACES / f"rank-{rank}-{time.time_ns()}.txt"
         trace.write_text(traceback.format_exc(), "utf-8")
         if isinstance(error, StageError):
-            _refuse(job, str(error), unavailable=isinstance(error, ResourcesUnavailable))
+            refuse(job, str(error), unavailable=isinstance(error, ResourcesUnavailable))
         elif not _lost_peer(error):
-            _refuse(job, f"training worker {rank}: {type(error).__name__}: {error}; traceback in {trace}")
+            refuse(job, f"training worker {rank}: {type(error).__name__}: {error}; traceback in {trace}")
         raise
 
 
@@ -52,7 +52,7 @@ def _lost_peer(error: Exception) -> bool:
     )
 
 
-def _refuse(job: Job, message: str, *, unavailable: bool = False) -> None:
+def refuse(job: Job, message: str, *, unavailable: bool = False) -> None:
     temporary = job.work / f"{REFUSED}.{os.getpid()}"
     temporary.write_text(json.dumps({"message": message, "unavailable": unavailable}), "utf-8")
     temporary.replace(job.work / REFUSED)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from stages.text import json_text
 from stages.text.faults import Fault, kind, shown, word
 from stages.text.record import canonical
 
@@ -39,6 +40,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """What programs call the thoughts before an answer; the first is its name in a record."""
 ATTACHED = ("image", "images", "video", "videos", "audio", "audios")
 """Fields with what a chat is about, beside its messages or in one."""
+DEEPEST = 100
+"""Levels of objects and lists in what a call passes, or in tools."""
 OF_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"role", "function_call"}, {"from", "value"})
 _BEGUN = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
@@ -70,13 +73,16 @@ class Texts:
 
     def json(self, value: Any, field: str) -> str:
         """Canonical JSON of a part that is no plain text."""
+        _require_shallow(value, field)
         try:
             written = canonical(value)
             if "\\u0000" in written:  # it is escaped there, as a backslash and "u0000" are
                 written = canonical(self._strings(value, field))
             return self.take(written, field)
-        except (ValueError, RecursionError):  # NaN, Infinity
+        except ValueError:  # NaN, Infinity
             raise Fault("not_text", field, "a number that JSON has not") from None
+        except TypeError:  # Parquet has dates, decimals and bytes
+            raise Fault("not_text", field, "a date, bytes or another kind that JSON has not") from None
 
     def _strings(self, value: Any, field: str) -> Any:
         if isinstance(value, dict):
@@ -92,14 +98,32 @@ class Texts:
         return repaired
 
 
+def _require_shallow(value: Any, field: str) -> None:
+    """What reads a record walks down its parts, some of it in two steps of Python's stack a level."""
+    layer, level = [value], 0
+    while layer := [
+        inner
+        for part in layer
+        if isinstance(part, dict | list)
+        for inner in (part.values() if isinstance(part, dict) else part)
+    ]:
+        level += 1
+        if level > DEEPEST:
+            raise Fault("nested_too_deeply", field, f"more than {DEEPEST} levels")
+
+
 def decoded(value: Any, field: str) -> Any:
     """Lists of messages often travel as a string of JSON (in CSV they must)."""
-    if isinstance(value, str | bytes) and value.lstrip()[:1] in ("[", b"["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            raise Fault("broken_json", field) from None
-    return value
+    return json_text.value_of(value, field) if _looks_listed(value) else value
+
+
+def glance(value: Any) -> Any:
+    """The same for a look at what it may be, whatever its keys are; None where it is broken."""
+    return json_text.glance(value) if _looks_listed(value) else value
+
+
+def _looks_listed(value: Any) -> bool:
+    return isinstance(value, str | bytes) and value.lstrip()[:1] in ("[", b"[")
 
 
 def hold_messages(value: Any) -> bool:
@@ -107,9 +131,8 @@ def hold_messages(value: Any) -> bool:
     if not isinstance(value, str | bytes):
         return isinstance(value, list | dict)
     text = value.decode(errors="replace") if isinstance(value, bytes) else value
-    try:
-        found = decoded(text, "")
-    except Fault:
+    found = glance(text)
+    if found is None:
         return _BEGUN.match(text) is not None
     return isinstance(found, list) and any(
         isinstance(message, dict) and any(keys <= message.keys() for keys in OF_MESSAGES) for message in found
@@ -158,30 +181,33 @@ def _message(message: Any, at: str, texts: Texts) -> Message:
     if message.get("weight") not in (None, 1) or message.get("train") is False:
         raise Fault("unsupported_weight", at)
     refuse_attached(message, f"{at}.", (*ATTACHED, "attachments", "files"))
-    if message[named] == "function_call" and named == "from":
-        return {
-            "role": role,
-            "content": "",
-            "tool_calls": [_call(decoded_object(message.get(said)), f"{at}.{said}", texts)],
-        }
-    kept: Message = {"role": role, "content": _content(message.get(said), f"{at}.{said}", texts)}
-    calls = message.get("tool_calls") or []
-    if message.get("function_call"):
-        calls = [message["function_call"]]
-    if not isinstance(calls, list):
-        raise Fault("broken_tool_call", f"{at}.tool_calls", kind(calls))
+    calls = _calls(message, at, texts)
+    if message[named].lower() == "function_call":  # what is said is the call
+        if calls:
+            raise Fault("two_values", f"{at}.{said}", "the call stands beside it too")
+        kept: Message = {"role": role, "content": ""}
+        calls = [_call(decoded_object(message.get(said), f"{at}.{said}"), f"{at}.{said}", texts)]
+    else:
+        kept = {"role": role, "content": _content(message.get(said), f"{at}.{said}", texts)}
     if calls:
-        kept["tool_calls"] = [_call(call, f"{at}.tool_calls[{n}]", texts) for n, call in enumerate(calls)]
+        kept["tool_calls"] = calls
     if message.get(said) is None and not (calls and role == "assistant"):
         there = "" if said in message else f"found {shown(message)}"
         raise Fault("null_content", f"{at}.{said}", there)
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             kept[key] = texts.take(message[key], f"{at}.{key}")
-    thought = next((key for key in REASONING if message.get(key) is not None), None)
-    if thought is not None:
-        kept[REASONING[0]] = texts.take(message[thought], f"{at}.{thought}")
-    return kept
+    return kept | _thought(message, at, texts)
+
+
+def _thought(message: Message, at: str, texts: Texts) -> Message:
+    """Under one name; where it stands under two, an empty one says nothing."""
+    thoughts = {key: texts.take(message[key], f"{at}.{key}") for key in REASONING if message.get(key) is not None}
+    said = {thought: key for key, thought in thoughts.items() if thought}
+    if len(said) > 1:
+        first, other, *_ = said.values()
+        raise Fault("two_values", f"{at}.{other}", f"{first} has another")
+    return {REASONING[0]: next(iter(said), "")} if thoughts else {}
 
 
 def _content(value: Any, at: str, texts: Texts) -> str:
@@ -194,6 +220,7 @@ def _content(value: Any, at: str, texts: Texts) -> str:
         if isinstance(part, str):
             said.append(texts.take(part, f"{at}[{index}]"))
         elif isinstance(part, dict) and (part.get("type") in TEXT_PARTS or set(without_null(part)) == {"text"}):
+            refuse_attached(part, f"{at}[{index}].", (*ATTACHED, "image_url", "input_audio", "file"))
             said.append(texts.take(part.get("text"), f"{at}[{index}].text"))
         else:
             raise Fault(
@@ -202,13 +229,31 @@ def _content(value: Any, at: str, texts: Texts) -> str:
     return "".join(said)
 
 
-def decoded_object(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
+def decoded_object(value: Any, field: str) -> Any:
+    """Objects travel as a string of JSON too; None where it is broken."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json_text.value_of(value, field)
+    except Fault as fault:
+        if fault.rule == "broken_json":
             return None
-    return value
+        raise
+
+
+def _calls(message: Message, at: str, texts: Texts) -> list[Message]:
+    """Of `tool_calls`, or of the older `function_call`; some programs write the same one under both."""
+    given = decoded(message.get("tool_calls") or [], f"{at}.tool_calls")
+    if not isinstance(given, list):
+        raise Fault("broken_tool_call", f"{at}.tool_calls", kind(given))
+    calls = [_call(call, f"{at}.tool_calls[{n}]", texts) for n, call in enumerate(given)]
+    older = without_null(message.get("function_call"))
+    if not older:
+        return calls
+    call = _call(decoded_object(older, f"{at}.function_call"), f"{at}.function_call", texts)
+    if calls and canonical([known["function"] for known in calls]) != canonical([call["function"]]):
+        raise Fault("two_values", f"{at}.function_call", "tool_calls has others")
+    return calls or [call]
 
 
 def _call(call: Any, at: str, texts: Texts) -> Message:
@@ -219,10 +264,11 @@ def _call(call: Any, at: str, texts: Texts) -> Message:
     given = function.get("arguments")
     if given is None or given == "":  # as many programs write that there are none
         given = {}
-    arguments = without_null(given) if not isinstance(given, str) else decoded_object(given)
+    at_arguments = f"{at}.arguments"
+    arguments = decoded_object(given, at_arguments) if isinstance(given, str) else without_null(given)
     if not isinstance(arguments, dict):
-        raise Fault("broken_tool_call", f"{at}.arguments", "not JSON" if arguments is None else "not a JSON object")
-    arguments = json.loads(texts.json(arguments, f"{at}.arguments"))
+        raise Fault("broken_tool_call", at_arguments, "not JSON" if arguments is None else "not a JSON object")
+    arguments = json.loads(texts.json(arguments, at_arguments))
     made: Message = {"type": "function", "function": {"name": texts.take(function["name"], at), "arguments": arguments}}
     if call.get("id") is not None:
         made["id"] = texts.take(call["id"], f"{at}.id")
@@ -240,7 +286,7 @@ def without_null(value: Any) -> Any:
 
 def tools(value: Any, field: str, texts: Texts) -> str:
     """Canonical JSON of a list of function schemas; empty when there are none."""
-    if value is None or value == "" or value == []:
+    if not value:
         return ""
     listed = without_null(decoded(value, field))
     if not isinstance(listed, list):
@@ -252,39 +298,3 @@ def tools(value: Any, field: str, texts: Texts) -> str:
             raise Fault("broken_tools", f"{field}[{index}]", "no function name")
         made.append(tool if "function" in tool else {"type": "function", "function": tool})
     return texts.json(made, field) if made else ""
-
-
-def require_order(chat: list[Message], field: str, before: int = 0) -> None:
-    """One system message at most, and first; a tool answers a call that was made; each call is answered before others speak
-    (an answer that names no call may be to all of them). So many messages `before` do not stand in the field itself."""
-    if not chat:
-        raise Fault("empty_conversation", field)
-    called: set[str] = set()
-    waiting: set[str | None] = set()
-    before_tool = False
-    for index, message in enumerate(chat):
-        at, role = f"{field}[{index - before}]" if index >= before else "prompt", message["role"]
-        if role == "system" and index:
-            raise Fault("role_order", at, "system behind the first message")
-        if role == "tool":
-            if not before_tool:
-                raise Fault("role_order", at, "tool without a call before it")
-            if "tool_call_id" in message and called and message["tool_call_id"] not in called:
-                raise Fault("orphan_tool_call_id", at)
-            waiting -= {message["tool_call_id"], None} if "tool_call_id" in message and called else waiting
-            continue
-        if waiting:
-            raise Fault("unanswered_tool_call", at)
-        waiting = {call.get("id") for call in message.get("tool_calls", [])}
-        called |= {name for name in waiting if name is not None}
-        before_tool = bool(waiting)
-
-
-def require_assistant(chat: list[Message], field: str, before: int = 0) -> None:
-    """Somebody answers, and no answer is empty: a model would learn to end its turn at once."""
-    if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in chat):
-        raise Fault("no_assistant_turn", field)
-    for index, message in enumerate(chat):
-        said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
-        if message["role"] == "assistant" and not said:
-            raise Fault("empty_answer", f"{field}[{index - before}]")

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from stages.contract import StageError
 from stages.text.chats import Texts
 from stages.text.containers import Item, Reading
+from stages.text.conversion import parts
 from stages.text.decontaminate import Index
 from stages.text.faults import RULES, Fault
 from stages.text.files import Container, File, TextUnit, find
-from stages.text.formats import Fields, Format, Row, parts, recognise
+from stages.text.formats import Fields, Format, Row, recognise
 from stages.text.opening import opened
 from stages.text.record import Record, learned, prose, strings
 from stages.text.sources import Source

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stages.text.chats import Message, Texts, role_of
+from stages.text.chats import Message, Texts, refuse_attached, role_of
 from stages.text.faults import Fault, kind, word
 
 
@@ -34,8 +34,12 @@ def _message(message: Any, texts: Texts) -> Message | None:
     role = role_of(author.get("role"))
     if hidden or role not in ("system", "user", "assistant") or message.get("recipient", "all") != "all":
         return None
-    if content.get("content_type") not in ("text", "multimodal_text"):
-        return None  # its code, its browsing, its thoughts
+    refuse_attached(about, "mapping.metadata.", ("attachments",))  # a file's content stands elsewhere, if anywhere
+    type = content.get("content_type")
+    if type not in ("text", "multimodal_text"):
+        if role == "user" and isinstance(type, str) and type != "user_editable_context":  # his standing instructions
+            raise Fault("unsupported_content_part", "mapping", word(type))
+        return None  # the assistant's code, its browsing, its thoughts
     said = []
     parts = content.get("parts")
     for part in parts if isinstance(parts, list) else []:

@@ -102,6 +102,14 @@ class Tally:
         counts = self.sources.setdefault(record.source, Counter())
         counts.update(rows=1, characters=len(prose(record)))
 
+    def meter(self, entry: Entry) -> None:
+        """An endpoint need not tell how many tokens there were, or says null: what was told is summed up, and answers of which
+        nothing was told are counted, so that nobody takes the sum for all of them."""
+        told = {name: entry[name] for name in ("prompt_tokens", "tokens") if isinstance(entry.get(name), int)}
+        self.tokens.update(told)
+        if "text" in entry and len(told) < 2:
+            self.tokens["answers_without_token_counts"] += 1
+
     def described_scores(self) -> dict[str, Any]:
         """All scores in numbers, those of rows that left among them."""
         values = np.frombuffer(self.scores)
@@ -136,7 +144,7 @@ def assemble(
                     )
                 last, entry = origin.id, entries[position]
                 tally.asked += 1
-                tally.tokens.update({name: entry[name] for name in ("prompt_tokens", "tokens") if name in entry})
+                tally.meter(entry)
                 try:
                     _require_answer(entry)
                     if scoring is not None:

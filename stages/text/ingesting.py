@@ -20,9 +20,10 @@ import pyarrow.compute
 from stages.text.blocks import FACTS_SCHEMA
 from stages.text.chats import Texts
 from stages.text.containers import Repaired, too_long
+from stages.text.conversion import parts
 from stages.text.faults import Fault
 from stages.text.files import Container, File
-from stages.text.formats import parts, repeats_prompt
+from stages.text.formats import repeats_prompt
 from stages.text.lines import line_starts
 from stages.text.record import PREFERENCE, Record, prose
 from stages.text.shards import CHARACTERS_PER_GROUP, ROWS_PER_GROUP, ROWS_SCHEMA, ShardWriter, Table

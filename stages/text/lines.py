@@ -5,7 +5,7 @@ themselves are broken (cut off, wrong encoding, no line ends at all) is dealt wi
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
@@ -33,8 +33,11 @@ Line = bytes | None
 """None: a line that is longer than allowed; its bytes were skipped."""
 
 
-def numbered(file: File, max_bytes: int, start: int = 0, end: int | None = None) -> Iterator[tuple[int, Line]]:
-    """(number from 1, line with its end) of the lines that begin in `start` .. `end` - 1 of an uncompressed file (of all)."""
+def numbered(
+    file: File, max_bytes: int, start: int = 0, end: int | None = None, passed: Callable[[bytes], None] | None = None
+) -> Iterator[tuple[int, Line]]:
+    """(number from 1, line with its end) of the lines that begin in `start` .. `end` - 1 of an uncompressed file (of all).
+    `passed` is given the pieces of a line that is longer than allowed."""
     with whole(file), stream(file, max(start - 1, 0)) as source:
         if start == 0:
             source = _without_mark(file, source)
@@ -49,7 +52,9 @@ def numbered(file: File, max_bytes: int, start: int = 0, end: int | None = None)
             number += 1
             at += len(line)
             if len(line) > max_bytes and not line.endswith(b"\n"):
-                at += _skip_line(source)
+                if passed is not None:
+                    passed(line)
+                at += _skip_line(source, passed=passed)
                 yield number, None
             else:
                 yield number, line
@@ -102,11 +107,13 @@ def whole(file: File) -> Iterator[None]:
         raise StageError(f"{file.name}: cannot be read ({error.strerror or error})") from None
 
 
-def _skip_line(source: IO[bytes], end: int | None = None) -> int:
+def _skip_line(source: IO[bytes], end: int | None = None, passed: Callable[[bytes], None] | None = None) -> int:
     """Read up to and with the next line end, a little at a time; not much further than `end`."""
     skipped = 0
     while (end is None or source.tell() < end) and (piece := source.readline(SKIP)):
         skipped += len(piece)
+        if passed is not None:
+            passed(piece)
         if piece.endswith(b"\n"):
             break
     return skipped

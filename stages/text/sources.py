@@ -12,10 +12,11 @@ from typing import Any
 from stages.contract import StageError
 from stages.text.advice import advised, outlined
 from stages.text.choices import Documentation
-from stages.text.containers import Item, Reading, json_lines, json_values, text_units
+from stages.text.containers import Item, Reading, json_lines, text_units
 from stages.text.faults import RULES, Fault
 from stages.text.files import Container, File
 from stages.text.formats import Decision, Format, recognise, repeats_prompt
+from stages.text.json_files import json_values
 from stages.text.lines import numbered
 from stages.text.tables import columns, csv_rows, parquet_rows
 

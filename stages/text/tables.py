@@ -13,10 +13,11 @@ import pyarrow.parquet
 from stages.contract import StageError
 from stages.storage.bucket import BucketError
 from stages.text.containers import Item, Reading, Repaired, too_long
+from stages.text.csv_lines import CsvLines
 from stages.text.faults import Fault, shown
 from stages.text.files import Container, File
 from stages.text.formats import by_names
-from stages.text.lines import Line, numbered, refuse_other, whole
+from stages.text.lines import refuse_other, whole
 from stages.text.opening import opened
 
 DELIMITERS = {",": ",", ";": ";", "\t": "\\t", "|": "|"}
@@ -28,11 +29,11 @@ def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
     """A row's line is the one that it begins in; quoted values may hold line ends."""
     delimiter = reading.delimiter or ("\t" if file.container is Container.tsv else ",")
     csv.field_size_limit(min(reading.max_row_bytes, 2**31 - 1))
-    lines = _Lines(numbered(file, reading.max_row_bytes))
+    lines = CsvLines(file, reading.max_row_bytes, delimiter)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
-        start = lines.number + 1
+        start = lines.begin()
         try:
             values = next(reader)
         except StopIteration:
@@ -40,33 +41,36 @@ def csv_rows(file: File, reading: Reading) -> Iterator[Item]:
         except csv.Error as error:
             if header is None:
                 raise _broken_header(file, _mended(lines.line), delimiter, str(error), reading) from None
-            yield from _faults(file, start, lines.number, str(error), reading)
+            if lines.too_long and lines.number == start:
+                yield start, too_long(reading)
+            else:
+                yield from _faults(file, start, lines.number, str(error), reading)
             continue
-        if not any(values):  # also what a sheet writes for a row without anything in it
+        if lines.too_long and header is None:
+            raise StageError(
+                f"{file.name}:{start}: the header is longer than stages.ingest.max_row_bytes={reading.max_row_bytes}; "
+                "raise this"
+            )
+        if lines.too_long:
+            yield start, too_long(reading)
+        elif not any(values):  # also what a sheet writes for a row without anything in it
             continue
-        if header is None:
+        elif header is None:
             header = _header(file, values, delimiter, reading)
         elif len(values) != len(header):
             yield from _each(start, lines.number, "column_count", f"{len(values)} values, {len(header)} columns")
+        elif _is_header(values, header):
+            yield start, Fault("repeated_header")
         else:
             yield start, _decoded(header, values, reading)
 
 
-class _Lines:
-    """Lines as text for `csv`, which reads a row's further lines by itself."""
-
-    def __init__(self, lines: Iterator[tuple[int, Line]]) -> None:
-        self.lines, self.number, self.line = lines, 0, ""
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        self.number, line = next(self.lines)
-        if line is None:
-            raise csv.Error("field larger than field limit")
-        self.line = line.decode("utf-8", "surrogateescape")
-        return self.line
+def _is_header(values: list[str], header: list[str]) -> bool:
+    """As files have it that were joined, often behind a byte-order mark. In one column without a mark it may be a text."""
+    first = values[0].removeprefix("\ufeff")
+    marked = first != values[0]
+    first = first.strip('"') if marked else first
+    return first.strip() == header[0] and (marked or len(header) > 1) and [v.strip() for v in values[1:]] == header[1:]
 
 
 def _broken_header(file: File, line: str, delimiter: str, said: str, reading: Reading) -> StageError:

@@ -7,6 +7,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from stages.training.config import Job, TokenRecipe
 from stages.training.loss import SummedLoss, summed
 
 FACTS, LOGITS = "expected.json", "logits.safetensors"
-ROWS = 32
-"""Rows of the validation split on which the loss is compared: all of a small one, and some seconds of a large model."""
+ROWS, TOKENS = 32, 8_192
+"""Rows of the validation split on which the loss is compared, and tokens of them: all of a small one, and at least one row."""
 
 
 def record(model: Any, job: Job, stop_token_ids: Sequence[int], ids: torch.Tensor) -> None:
@@ -30,6 +31,7 @@ def record(model: Any, job: Job, stop_token_ids: Sequence[int], ids: torch.Tenso
     directory = job.work / "expected"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    began = time.monotonic()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     safetensors.torch.save_file({"ids": ids, "logits": logits.contiguous()}, directory / LOGITS)
@@ -42,10 +44,12 @@ def record(model: Any, job: Job, stop_token_ids: Sequence[int], ids: torch.Tenso
         "base": str(job.base) if job.base else None,
         "threads": job.threads,
     }
+    facts["seconds"] = time.monotonic() - began
     (directory / FACTS).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def nats(model: Any, dataset: Path) -> float:
     """Summed loss on the first validation rows of a set of packed rows."""
     split = PackedSplit.read(dataset, "validation")
-    return summed(SummedLoss(model), split, np.arange(min(ROWS, len(split))), 1)
+    rows = max(1, min(ROWS, TOKENS // split.input_ids.shape[1], len(split)))
+    return summed(SummedLoss(model), split, np.arange(rows), 1)

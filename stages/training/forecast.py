@@ -36,11 +36,12 @@ class Forecast:
         assert self.shape is not None
         recipe = self.job.recipe
         rate = estimate.GPU_SHARE * self.peak if self.peak else estimate.CPU_FLOPS * self.job.threads
+        known = self.peak is not None or self.world.device.type == "cpu"  # no time is told of a GPU of unknown speed
         return estimate.training(
             self.shape,
             length=self.length,
             micro_batch_rows=self.job.micro_batch_rows * self.sequences,
-            positions=self.rows * self.sequences * self.length,
+            positions=self.rows * self.sequences * self.length if known else 0,
             data_tokens=self.data,
             step_rows=self.step_rows,
             validation_rows=self.validation_rows,
@@ -77,8 +78,9 @@ class Forecast:
             "flops_per_token": flops,
             "flops_per_second": speed * flops,
             "estimated_memory_bytes": float(self.estimate.memory),
-            "estimated_seconds": self.estimate.seconds * facts["timed_steps"] / self.steps,
         }
+        if self.estimate.seconds:
+            found["estimated_seconds"] = self.estimate.seconds * facts["timed_steps"] / self.steps
         if self.peak:
             found |= {"mfu": estimate.utilisation(speed, flops, self.peak), "peak_flops": self.peak}
         return found

@@ -51,9 +51,9 @@ def _run(job: Job, world: World, on_line: Callable[[], None]) -> None:
             training.step(step)
         training.summarise()
         training.take_weights()
+        # The others do not wait: an export may take longer than a collective may.
         if world.rank == 0:
             training.export()
-        world.wait()
     finally:
         if training.writer:
             training.writer.close()
@@ -72,11 +72,11 @@ class Training:
         self.model, self.sampler = self.objective.model, self.objective.sampler
         if job.gradient_checkpointing:
             recompute.enable(self.model)
-        self.objective.module.to(world.device)
         self.sharded = job.sharded and world.size > 1
-        if self.sharded:
+        if self.sharded:  # before it goes to a device, which need not have room for the whole
             sharding.require(job.recipe)
             sharding.split(self.model, world)
+        self.objective.module.to(world.device)
         self.optimizer = optimizer.made(self.model, job.recipe.optimizer)
         self.forecast = Forecast(job, self.objective, world)
         self.forecast.require_room()
@@ -174,6 +174,8 @@ class Training:
     def _look_at(self, loss: float) -> None:
         """Before any weight has changed: stop for what cannot be trained, warn of what looks wrong."""
         probes.require_first_loss(loss)
+        if warning := probes.unlike(loss, self.objective.untrained_loss):
+            self.line(event=warning)
         if self.job.base is None and (warning := probes.unexpected(self.model, loss)):
             self.line(event=warning)
 
@@ -220,6 +222,8 @@ class Training:
             self.stopped = self.world.share(self.best.stops(recipe.early_stopping))
             values |= found | {"best_validation_loss": self.best.loss, "best_step": self.best.step}
             self.last |= found
+            if self.done == self.sampler.steps or self.stopped:
+                probes.require_last_loss(self.done, found["validation_loss"], recipe, self.best)
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self.line(step=self.done, steps=self.sampler.steps, at=time.time(), **finite)
         if self.stopped and self.done < self.sampler.steps:

@@ -36,6 +36,8 @@ class Objective(Protocol):
     """`module(**batch)` -> the summed loss, or (the summed loss, {name: a sum to show beside it, without a gradient}). What
     DDP wraps."""
     sampler: RowSampler
+    untrained_loss: float | None
+    """The loss before the first step, where it is known beforehand."""
     reference: ReferenceFrom | None
     """Where log-probabilities of a second model come from, if the loss needs them."""
 
@@ -83,6 +85,8 @@ def split(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 class NextTokens:
     """Cross entropy of the next token on packed rows."""
+
+    untrained_loss: float | None = None
 
     reference: ReferenceFrom | None = None
 

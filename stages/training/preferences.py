@@ -2,6 +2,7 @@
 evaluation takes without any of this."""
 
 import copy
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,15 @@ class Pairs:
 class Preferences:
     """Direct preference optimisation: the objective of the `dpo` stage."""
 
+    untrained_loss: float | None = math.log(2)  # whatever the label smoothing
+
     def __init__(self, job: Job, world: World) -> None:
         assert isinstance(job.recipe, PairRecipe) and job.base is not None
+        if job.sharded and job.recipe.adapter is not None and job.recipe.adapter.modules_to_save:
+            raise StageError(
+                "resources.sharding=full with adapter.modules_to_save: switching the adapter off for the reference loses these "
+                "modules from checkpoints; set resources.sharding=none, or leave modules_to_save empty"
+            )
         self.job, self.recipe = job, job.recipe
         self.facts = PairDataset(uri=job.dataset.resolve().as_uri()).summary()
         self.pairs = Pairs.read(job.dataset, "train")

@@ -5,9 +5,15 @@ import math
 from typing import Any
 
 from stages.contract import StageError
+from stages.training.config import Recipe, Weights
+from stages.training.stopping import Best
 
 TOLERANCE = 0.5
 """Nats by which the loss of random weights may miss what it should be; a shift or a mask that is wrong costs several."""
+
+
+ROUNDING = 0.02
+"""Nats by which sums of log-probabilities may move the first loss of a policy that equals its reference."""
 
 
 def require_something_to_learn(weight: int) -> None:
@@ -31,6 +37,25 @@ def require_first_loss(loss: float) -> None:
             "the loss of the first step is exactly 0 though tokens are supervised: the model gives every label "
             "probability 1, so there is nothing to learn; look at the data set's preview"
         )
+
+
+def require_last_loss(step: int, loss: float, recipe: Recipe, best: Best) -> None:
+    """StageError when the weights that are to leave have a validation loss that is no number."""
+    if not math.isfinite(loss) and not (recipe.export is Weights.best and best.step):
+        raise StageError(
+            f"step {step}: the validation loss of the last weights is {loss}, so they are not exported; lower learning_rate (now "
+            f"{recipe.learning_rate:g}), or set export=best and validate_every to keep the weights of a better step"
+        )
+
+
+def unlike(loss: float, untrained: float | None) -> str | None:
+    """A warning when the loss of the first step is not what a policy has that has learned nothing."""
+    if untrained is None or abs(loss - untrained) <= ROUNDING:
+        return None
+    return (
+        f"the loss of the first step is {loss:.4f}, a policy that equals its reference has {untrained:.4f}: the reference is of other "
+        "weights or another precision (stored log-probabilities are float32's)"
+    )
 
 
 def unexpected(model: Any, loss: float) -> str | None:

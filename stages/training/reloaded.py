@@ -26,12 +26,15 @@ from stages.training.world import repeatable
 
 LOSS_LIMIT = 1e-6
 """Largest relative difference of the loss."""
-TIMEOUT_S = 600.0
+TIMEOUT_S, TIMES = 600.0, 20
+"""Seconds in which the fresh process must have answered, and how many times what the training process took for the same."""
 
 
-def require_equal(directory: Path, expected: Path, timeout_s: float = TIMEOUT_S) -> None:
+def require_equal(directory: Path, expected: Path, timeout_s: float | None = None) -> None:
     """StageError unless the folder, loaded in a fresh process, is what was recorded: logits to the bit, loss, terminators,
     tokenizer and template."""
+    if timeout_s is None:
+        timeout_s = TIMEOUT_S + TIMES * json.loads((expected / FACTS).read_text("utf-8"))["seconds"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe(duplex=False)

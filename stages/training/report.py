@@ -76,7 +76,7 @@ class Report:
         numbers = self.summary
         lines = [self.plan] if self.plan else []
         lines += [f"{name}: {value:.6g}" for name, value in numbers.items()]
-        if "estimated_memory_bytes" in numbers:
+        if "estimated_seconds" in numbers:
             memory = numbers["peak_memory_bytes"] / numbers["estimated_memory_bytes"]
             seconds = numbers["timed_seconds"] / max(numbers["estimated_seconds"], 1e-9)
             lines.append(f"found beside estimated: {memory:.2f} times the memory, {seconds:.2f} times the seconds")

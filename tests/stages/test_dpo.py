@@ -28,6 +28,7 @@ from stages.training.config import Adapter, Job, Schedule, Shape
 from stages.training.dpo_loss import SHOWN, log_probabilities, padded, sigmoid_loss
 from stages.training.loop import Training, run
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
+from stages.training.probes import unlike
 from stages.training.resources import Launcher, TrainResources
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
@@ -449,3 +450,8 @@ def test_the_pipelines_stages_make_a_registered_model_of_the_documentation(tmp_p
 def test_dropout_of_an_adapter_is_refused_where_it_would_be_switched_off():
     with pytest.raises(ValueError, match=r"adapter\.dropout must be 0 in preference optimisation, got 0\.3"):
         DpoConfig(adapter=Adapter(dropout=0.3), max_steps=1)
+
+
+def test_a_first_loss_that_is_not_ln_2_is_warned_of():
+    assert unlike(math.log(2) + 0.01, math.log(2)) is None and unlike(3.0, None) is None
+    assert "other weights or another precision" in unlike(0.9, math.log(2))

@@ -19,6 +19,7 @@ from stages.artifacts import Checkpoint
 from stages.contract import Executor, ResourcesUnavailable, StageError
 from stages.generate import GenerateConfig, GenerateResources, generate
 from stages.serving.options import ServingOptions
+from stages.text.journal import Journal
 from stages.text.record import Record, canonical
 from stages.text.synthesis import Ask, AskAs, Decoding, Endpoint, Kind, Output, Score, ScoreBy
 from tests.stages.test_generate import rows_of, texts, tree, write
@@ -216,6 +217,30 @@ def test_a_reply_in_another_form_is_an_answer_or_a_row_without_one_and_never_a_c
     assert len(answers) == details.count("") and answers[given[6].id] == "ab"
     summary = json.loads((ctx.output / "summary.json").read_text())
     assert (summary["prompt_tokens"], summary["tokens"]) == (3 + 3, 2)
+
+
+def test_answers_whose_tokens_nobody_told_are_counted_and_kept_when_a_run_goes_on(
+    tmp_path, make_context, model
+) -> None:
+    given, ctx = texts(6), make_context()
+    (ctx.work / "answers").mkdir()
+    kept = {"text": "kept", "finished": True}
+    Journal(ctx.work / "answers").add(
+        0,
+        [
+            (0, kept | {"prompt_tokens": None, "tokens": None}),  # as an earlier version wrote what it was told
+            (1, kept | {"prompt_tokens": "3", "tokens": {}}),
+            (2, kept | {"prompt_tokens": 5, "tokens": None}),
+            (3, kept),
+        ],
+    )
+    model.fail = lambda text, times: (200, model.reply({"seed": 0}, text) | {"usage": None}) if "_4(" in text else None
+    generate(config(model, output=Output(kind=Kind.text)), ctx, rows=write(tmp_path / "rows", given))
+    assert len(model.requests) == 2
+    assert [row["text"] for row in rows_of(ctx.output)][:4] == ["kept"] * 4
+    summary = json.loads((ctx.output / "summary.json").read_text())
+    assert (summary["prompt_tokens"], summary["tokens"]) == (5 + 3, 2)
+    assert summary["answers_without_token_counts"] == 5
 
 
 def test_above_the_limit_the_stage_stops_early_and_a_second_run_asks_only_what_failed(

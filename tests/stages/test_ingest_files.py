@@ -19,9 +19,10 @@ from stages.contract import Context, Executor, StageError
 from stages.ingest import IngestConfig, IngestResources, SourceConfig, _sources, ingest
 from stages.text.chats import Texts
 from stages.text.containers import Reading
+from stages.text.conversion import parts
 from stages.text.faults import RULES, Fault
 from stages.text.files import Container, TextUnit, find
-from stages.text.formats import EncodingErrors, Fields, Format, parts
+from stages.text.formats import EncodingErrors, Fields, Format
 from stages.text.sources import Source
 from tests.services import Service
 from tests.stages.test_ingest import quarantine, read, take, tree

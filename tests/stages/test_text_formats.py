@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from stages.text.chats import Texts
+from stages.text.conversion import parts
 from stages.text.faults import RULES, Fault
-from stages.text.formats import Decision, Fields, Format, by_names, parts, recognise
+from stages.text.formats import Decision, Fields, Format, by_names, recognise
 
 Row = dict[str, Any]
 

@@ -132,7 +132,7 @@ def test_every_call_with_an_id_has_its_answer() -> None:
     assert fault(answered("a")) == ("unanswered_tool_call", "messages[3]", "")
     assert fault(answered("b")) == ("unanswered_tool_call", "messages[3]", "")
     assert fault(answered("a", "a")) == ("unanswered_tool_call", "messages[4]", "")
-    for ids in (("a", "b"), ("b", "a"), ("a", "b", "a"), (None, None), (None,)):
+    for ids in (("a", "b"), ("b", "a"), ("a", "b", "a"), ("a", None), (None, None), (None,)):
         assert made(answered(*ids))["kind"] == "chat"
     assert made(answered("a", tail=0))["kind"] == "chat"  # what is learned is the calls
     again = [*ANSWERED, *ANSWERED[1:], assistant("x")]

@@ -17,6 +17,7 @@ from stages.training.config import Algorithm, EarlyStopping, ModelConfig, Optimi
 from stages.training.loop import Training, run
 from stages.training.loss import batch
 from stages.training.model import require_isolation
+from stages.training.stopping import Best
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
 from tests.stages.test_training_loop import curve, one_thread, run_until  # noqa: F401
@@ -290,3 +291,22 @@ def test_what_is_padded_left_or_right_is_the_same_to_rotary_positions(data):
         left = built(input_ids=torch.cat([filler, ids], 1), attention_mask=torch.cat([filler, mask], 1)).logits[0, 7:]
     assert float((right - alone).abs().max()) < 1e-6
     assert float((left - alone).abs().max()) < 1e-6
+
+
+def test_a_last_validation_loss_that_is_no_number_ends_the_run_with_the_reason():
+    recipe = config()
+    with pytest.raises(
+        StageError, match=r"step 12: the validation loss of the last weights is nan.*lower learning_rate"
+    ):
+        probes.require_last_loss(12, math.nan, recipe, Best())
+    probes.require_last_loss(12, 2.0, recipe, Best())
+    kept = config(export=Weights.best)
+    probes.require_last_loss(12, math.nan, kept, Best(loss=2.0, step=5))
+
+
+def test_a_checkpoint_that_was_just_written_stays_behind_a_later_one_that_is_broken(tmp_path):
+    for step in (200, 300):
+        checkpoints.save(tmp_path, step, {"step": step}, keep=2)
+    (checkpoints.of_step(tmp_path, 300) / "complete.json").unlink()
+    checkpoints.save(tmp_path, 250, {"step": 250}, keep=1)
+    assert checkpoints.newest(tmp_path, lambda text: None) == checkpoints.of_step(tmp_path, 250)
