@@ -51,9 +51,9 @@ def _run(job: Job, world: World, on_line: Callable[[], None]) -> None:
             training.step(step)
         training.summarise()
         training.take_weights()
-        # The others do not wait: an export may take longer than a collective may.
-        if world.rank == 0:
-            training.export()
+        with world.waiting():
+            if world.rank == 0:
+                training.export()
     finally:
         if training.writer:
             training.writer.close()

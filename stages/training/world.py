@@ -18,6 +18,8 @@ from stages.training.device import of_this_worker
 
 CPU = torch.device("cpu")
 SHOWN = ("OMP_", "MKL_", "NCCL_", "TORCH", "GLOO_", "CUDA_", "MASTER_", "LOCAL_", "NODE_RANK", "RANK", "WORLD_SIZE")
+ALONE = timedelta(days=1)
+"""How long the others wait for an export. A rank that dies ends it at once, the stage's own `timeout` before."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class World:
     def wait(self) -> None:
         """Returns when every rank has come here."""
         self.sum(0.0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what one rank does alone and what may take longer than a collective: the others wait at its end."""
+        if self.size == 1:
+            yield
+            return
+        group = torch.distributed.new_group(backend="gloo", timeout=ALONE)
+        yield
+        torch.distributed.barrier(group=group)
 
 
 @contextmanager
