@@ -24,6 +24,7 @@ from stages.training.config import Job, Weights
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
 from stages.training.forecast import Forecast
+from stages.training.host import Host
 from stages.training.loss import Batch, on
 from stages.training.meter import Meter
 from stages.training.objective import Int64, objective_of, split
@@ -67,7 +68,7 @@ class Training:
         job.work.mkdir(parents=True, exist_ok=True)
         self.writer = Writer(job.work / METRICS) if world.rank == 0 else None
         device.require(job.recipe.precision, world.device)
-        self.meter = Meter(world.device)
+        self.meter, self.host = Meter(world.device), Host(job.work, world.device)
         self.objective = objective_of(job, world)
         self.model, self.sampler = self.objective.model, self.objective.sampler
         if job.gradient_checkpointing:
@@ -225,6 +226,8 @@ class Training:
             if self.done == self.sampler.steps or self.stopped:
                 probes.require_last_loss(self.done, found["validation_loss"], recipe, self.best)
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if self.writer:
+            finite |= self.host.sample()
         self.line(step=self.done, steps=self.sampler.steps, at=time.time(), **finite)
         if self.stopped and self.done < self.sampler.steps:
             self.line(
