@@ -348,6 +348,42 @@ def test_the_pictures_in_the_documents_are_drawn_from_the_committed_results(name
         assert picture.read_text("utf-8") == drawn, "run python -m benchmarks.quote"
 
 
+# Launchers
+
+
+def test_equal_arms_are_runs_of_torchrun_two_by_two() -> None:
+    from benchmarks import train_launcher
+
+    pairs = [Pair("AB", a, 9.0) for a in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert train_launcher._floor(pairs) == [Pair("AA", 1.0, 2.0), Pair("AA", 3.0, 4.0)]
+
+
+def test_a_run_that_lost_a_worker_is_read_from_its_lines() -> None:
+    from benchmarks import train_recovery
+
+    def step(number: int, at: float, loss: float = 0.5) -> str:
+        return json.dumps({"step": number, "at": at, "loss": loss + number})
+
+    lines = [step(n, 100.0 + n) for n in (1, 2, 3, 4, 5)]  # killed at 104.9: step 5 was on its way
+    lines += [json.dumps({"event": "resumed from step 2"})]
+    lines += [step(n, 110.0 + n) for n in (3, 4, 5, 6, 7)]
+    found = train_recovery.read(lines, killed=104.9)
+    assert found.seconds == pytest.approx(116.0 - 104.9)
+    assert (found.steps_lost, found.restarts, found.agrees) == (3, 1, True)
+    assert found.losses == {n: repr(0.5 + n) for n in range(1, 8)}
+    assert not train_recovery.read([*lines[:-1], step(7, 117.0), step(3, 118.0, 0.6)], killed=104.9).agrees
+
+
+def test_the_options_of_a_job_survive_a_command_line() -> None:
+    from benchmarks import train_launcher, workload
+
+    how = {"workers": 1, "checkpoint_every": 8}
+    assert workload.how_of(workload.words(**how)) == how
+    command = train_launcher.torchrun(Path("d"), Path("w"), 9, *workload.words(**how), restarts=2)
+    assert {"--nproc-per-node=1", "--max-restarts=2", "--standalone", "checkpoint_every=8"} <= set(command)
+    assert workload.config(9, **how).resources.workers == 1
+
+
 # The data path against its alternatives
 
 

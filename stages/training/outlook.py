@@ -12,7 +12,7 @@ from stages.training import estimate
 from stages.training.config import Algorithm, ModelConfig, Precision, Recipe, TokenRecipe
 from stages.training.estimate import Estimate, ModelShape
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
-from stages.training.resources import Launcher, Sharding, TrainResources
+from stages.training.resources import Launcher, Sharding, TrainResources, torch_knows_gpus
 
 BASE, SUMMARY = "config.json", "summary.json"
 
@@ -105,9 +105,16 @@ def _speed(resources: TrainResources) -> float | None:
     """Operations a second of one worker; None where a GPU trains whose peak nobody has stated."""
     if resources.peak_tflops is not None:
         return estimate.GPU_SHARE * resources.peak_tflops * 1e12
-    return None if has_gpu() else estimate.CPU_FLOPS * resources.threads_per_worker
+    return None if on_gpu(resources) else estimate.CPU_FLOPS * resources.threads_per_worker
 
 
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA device: its memory is then another one than what the system tells of."""
+def on_gpu(resources: TrainResources) -> bool:
+    """Whether workers of this machine will compute on an NVIDIA device: its memory is another one than what the system tells
+    of, and its speed is not known here."""
+    if resources.launcher is Launcher.ray:
+        return resources.placed(float(_has_gpu())).gpus_per_worker == 1
+    return _has_gpu() and torch_knows_gpus()
+
+
+def _has_gpu() -> bool:
     return Path("/dev/nvidia0").exists()
