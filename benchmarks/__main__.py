@@ -31,6 +31,7 @@ BENCHES = {
     "data_end_to_end": 3600,
     "data_scale": 5400,
     "train_launcher": 1200,
+    "train_trl": 1800,
     "quickstart": 900,
 }
 """Module with `run(bench) -> list[Result]` -> seconds after which it is ended; short ones first."""
