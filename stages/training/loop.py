@@ -25,7 +25,7 @@ from stages.training.export import export
 from stages.training.follow import METRICS, Writer
 from stages.training.forecast import Forecast
 from stages.training.host import Host
-from stages.training.loss import Batch, on
+from stages.training.loss import Batch, longest_first, on
 from stages.training.meter import Meter
 from stages.training.objective import Int64, objective_of, split
 from stages.training.stopping import Best
@@ -205,7 +205,8 @@ class Training:
 
     def _batches(self, rows: Int64) -> Iterator[Batch]:
         """This rank's share of a step's rows; at least one batch, and of a split model as many as the other ranks have."""
-        size, mine = self.job.micro_batch_rows, rows[self.world.rank :: self.world.size]
+        size = self.job.micro_batch_rows
+        mine = longest_first(rows, self.objective.lengths)[self.world.rank :: self.world.size]
         for first in range(0, len(mine), size):
             yield on(self.world.device, self.objective.batch(mine[first : first + size]))
         for _ in range(-(-len(mine) // size), self.world.passes(len(rows), size) if self.sharded else 1):

@@ -13,7 +13,6 @@ from stages.training.config import Precision
 from stages.training.device import UNTRIED, peak_flops
 from stages.training.host import Host
 from stages.training.loop import Training
-from stages.training.loss import real_tokens
 from stages.training.memory import free_memory, resident
 from stages.training.meter import Meter, histogram, quantile
 from stages.training.world import World
@@ -87,7 +86,7 @@ def test_padding_is_the_last_document_of_one_id_without_a_label():
     labels = np.array([[-100, 6, 7, *[-100] * 3], [-100, 6, -100, -100, 9, 4], [-100] * 6, [-100, 6, 7, -100, 3, 3]])
     starts = [np.array(s, np.int32) for s in ([0, 3], [0, 3], [0], [0, 3])]
     split = PackedSplit(ids, labels.astype(np.int32), starts, ["a"] * 4)
-    assert real_tokens(split).tolist() == [3, 6, 6, 6]
+    assert split.lengths.tolist() == [3, 6, 6, 6]
 
 
 def test_a_run_on_a_device_that_no_test_has_used_says_so_first(tmp_path):
