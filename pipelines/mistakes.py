@@ -13,7 +13,7 @@ CONF = Path(__file__).parents[1] / "conf"
 FORMS = {
     "Float": "; write a number such as 0.001 or 1e-3",
     "Integer": "; write a whole number such as 8",
-    "Boolean": "; write true or false",
+    "bool": "; write true or false",
 }
 """How a value is written, by OmegaConf's word for its kind."""
 PLACES = (
@@ -101,7 +101,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
             )
         return first
     if isinstance(cause, ValidationError):
-        wanted = re.search(r"could not be converted to (\w+)", first)
+        wanted = re.search(r"(?:could not be converted to|is not a valid) (\w+)", first)
         first += FORMS.get(wanted.group(1), "") if wanted else ""
         return f"{full_key}: {first}" if full_key and full_key not in first else first
     if isinstance(cause, InterpolationResolutionError):

@@ -41,6 +41,7 @@ def foreseen(
     train = facts.get("train", {})
     rows: int | None = train.get("rows", train.get("pairs"))
     sequences = 2 if isinstance(recipe, PairRecipe) else 1
+    positions = _rows_trained(recipe, rows, length) * sequences * _mean_length(train, length)
     reference = _reference(recipe, facts)
     adapter = recipe.adapter
     workers = 1 if resources.launcher is Launcher.inline else resources.workers
@@ -48,7 +49,7 @@ def foreseen(
         shape,
         length=length,
         micro_batch_rows=resources.micro_batch_rows * sequences,
-        positions=_rows_trained(recipe, rows, length) * sequences * length if _speed(resources) else 0,
+        positions=int(positions) if _speed(resources) else 0,
         step_rows=-(-_rows_per_step(recipe, length) // workers) * sequences,
         validation_rows=_validation_rows(facts, workers) * sequences or None,
         data_tokens=(rows or 0) * sequences * length,
@@ -88,6 +89,15 @@ def _rows_trained(recipe: Recipe, rows: int | None, length: int) -> int:
         return 0
     assert isinstance(recipe, TokenRecipe | PairRecipe)
     return recipe.total_rows(rows or 0, length) if isinstance(recipe, TokenRecipe) else recipe.total_rows(rows or 0)
+
+
+def _mean_length(train: Mapping[str, Any], length: int) -> float:
+    """Of the sequences of a split, padding left away as training does; all of `length` where that is not known."""
+    tokens, count = train.get("tokens", 0), train.get("rows", 0)
+    if "pairs" in train:  # each reads its prompt twice
+        counted = ("prompt_tokens", "prompt_tokens", "chosen_tokens", "rejected_tokens")
+        tokens, count = sum(train.get(name, 0) for name in counted), 2 * train["pairs"]
+    return tokens / count if tokens and count else float(length)
 
 
 def _reference(recipe: Recipe, facts: Mapping[str, Any]) -> ReferenceFrom | None:
