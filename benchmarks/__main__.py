@@ -30,7 +30,9 @@ BENCHES = {
     "data_minhash": 1800,
     "data_end_to_end": 3600,
     "data_scale": 5400,
-    "train_launcher": 1200,
+    "train_launcher": 1800,
+    "train_recovery": 1200,
+    "train_trl": 1800,
     "quickstart": 900,
 }
 """Module with `run(bench) -> list[Result]` -> seconds after which it is ended; short ones first."""

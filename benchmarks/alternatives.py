@@ -17,6 +17,7 @@ PINNED = {
     "datasets": "5.2.0",
     "datatrove": "0.10.1",
     "datasketch": "2.0.0",
+    "trl": "1.16.0",
 }
 SAME_TOKENIZERS = "tokenizers==0.23.3"
 """Ours, so that no arm has a faster tokenizer."""
@@ -30,8 +31,16 @@ WITH = {
         "orjson==3.13.0",
         "spacy==3.8.18",
     ],
+    "trl": [
+        SAME_TOKENIZERS,
+        "torch==2.13.0",
+        "transformers==5.24.0",
+        "accelerate==1.15.0",
+        "datasets==5.2.0",
+        "jinja2==3.1.6",
+    ],
 }
-"""What a tool needs for the work that it is given and does not bring."""
+"""What a tool needs for the work that it is given and does not bring, and what must be as ours is."""
 PLACE = ROOT / ".raykeel" / "bench"
 INSTALL_TIMEOUT_S = 600.0
 

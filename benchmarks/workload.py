@@ -27,8 +27,8 @@ MODEL = ModelConfig(
 )
 
 
-def config(steps: int) -> TrainConfig:
-    """`steps` optimizer steps; validation and checkpoint at the end alone, so that a step is a step."""
+def config(steps: int, workers: int = WORKERS, checkpoint_every: int = 10**6, max_failures: int = 0) -> TrainConfig:
+    """`steps` optimizer steps; validation, and unless told otherwise checkpoints, at the end alone, so that a step is a step."""
     return TrainConfig(
         model=MODEL,
         learning_rate=3e-3,
@@ -36,14 +36,18 @@ def config(steps: int) -> TrainConfig:
         tokens_per_step=ROWS_PER_STEP * LENGTH,
         validate_every=0,
         resources=TrainResources(
-            workers=WORKERS, threads_per_worker=THREADS, micro_batch_rows=4, checkpoint_every=10**6, max_failures=0
+            workers=workers,
+            threads_per_worker=THREADS,
+            micro_batch_rows=4,
+            checkpoint_every=checkpoint_every,
+            max_failures=max_failures,
         ),
     )
 
 
-def job(dataset: Path, work: Path, steps: int) -> Job:
-    """What the stage would hand to the loop."""
-    cfg = config(steps)
+def job(dataset: Path, work: Path, steps: int, **how: int) -> Job:
+    """What the stage would hand to the loop of a `config`."""
+    cfg = config(steps, **how)
     return Job(
         recipe=TokenRecipe(**{name: getattr(cfg, name) for name in TokenRecipe.__dataclass_fields__}),
         model=cfg.model,
@@ -52,10 +56,18 @@ def job(dataset: Path, work: Path, steps: int) -> Job:
         work=work,
         seed=0,
         golden_prompts=tuple(cfg.golden_prompts),
-        micro_batch_rows=cfg.resources.micro_batch_rows,
-        checkpoint_every=cfg.resources.checkpoint_every,
-        threads=cfg.resources.threads_per_worker,
+        **cfg.resources.of_job(),
     )
+
+
+def words(**how: int) -> list[str]:
+    """The options of a `config` on a command line, for `how_of`."""
+    return [f"{name}={value}" for name, value in how.items()]
+
+
+def how_of(given: list[str]) -> dict[str, int]:
+    """Those options again."""
+    return {name: int(value) for name, _, value in (word.partition("=") for word in given)}
 
 
 def make_dataset(directory: Path) -> TokenDataset:

@@ -25,9 +25,10 @@ from pipelines.lease import owner_tag, tag_is_alive
 from pipelines.mirror import Mirror
 from pipelines.store import Deposit
 from pipelines.worker import Emit, Job, execute, portable
-from stages.contract import StageError
+from stages.contract import StageError, StageResources
 from stages.storage.bucket import Bucket
 from stages.storage.copies import cache
+from stages.training.resources import TrainResources
 
 MIRROR_EVERY_S = 10.0
 UNSEEN_S = 86400.0
@@ -39,7 +40,7 @@ def execute_on_cluster(job: Job, emit: Emit) -> Deposit:
     import ray
 
     task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1, num_returns="streaming")(_serve)
-    stream = task.remote(job)
+    stream = task.options(scheduling_strategy=_place(job.cfg.resources)).remote(job)
     try:
         for reference in stream:
             kind, *arguments = ray.get(reference)
@@ -53,6 +54,18 @@ def execute_on_cluster(job: Job, emit: Emit) -> Deposit:
         said = (str(error).strip().splitlines() or [""])[-1]
         raise ConnectionError(f"{job.name}: its node or its task was lost ({type(error).__name__}: {said})") from error
     raise ConnectionError(f"{job.name}: its node ended without a result")
+
+
+def _place(resources: StageResources) -> Any:
+    """A scheduling strategy: the node with most free GPUs for a stage that may train on them, for any other as Ray thinks best."""
+    from ray._private.state import available_resources_per_node
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not isinstance(resources, TrainResources) or resources.gpus_per_worker == 0:
+        return None
+    free = {node: found.get("GPU", 0.0) for node, found in available_resources_per_node().items()}
+    most = max(free, key=lambda node: free[node], default=None)
+    return NodeAffinitySchedulingStrategy(most, soft=True) if most and free[most] >= 1 else None
 
 
 def _serve(job: Job) -> Iterator[tuple[Any, ...]]:

@@ -10,6 +10,16 @@ from pathlib import Path
 from typing import Any
 
 CONF = Path(__file__).parents[1] / "conf"
+FORMS = {
+    "Float": "; write a number such as 0.001 or 1e-3",
+    "Integer": "; write a whole number such as 8",
+    "bool": "; write true or false",
+}
+"""How a value is written, by OmegaConf's word for its kind."""
+PLACES = (
+    "where a pipeline begins with a model, model= takes a folder, a .gguf file, a registered model (models:/name@alias) or a hub's "
+    "(owner/name)"
+)
 
 
 class ConfigError(ValueError):
@@ -91,6 +101,8 @@ def explain(error: Exception, overrides: list[str]) -> str:
             )
         return first
     if isinstance(cause, ValidationError):
+        wanted = re.search(r"(?:could not be converted to|is not a valid) (\w+)", first)
+        first += FORMS.get(wanted.group(1), "") if wanted else ""
         return f"{full_key}: {first}" if full_key and full_key not in first else first
     if isinstance(cause, InterpolationResolutionError):
         return f"{full_key}: {first}"
@@ -98,16 +110,18 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return _missing_option(cause)
     text = " ".join(str(error).split())
     if missing := re.match(r"Could not override '([\w/]+)'", text):
-        return _no_such_choice(missing.group(1))
+        return _no_such_choice(missing.group(1), overrides)
     return text
 
 
-def _no_such_choice(group: str) -> str:
-    """The pipeline takes no option of this group: most often a stage that it does not have."""
+def _no_such_choice(group: str, overrides: list[str]) -> str:
+    """The pipeline takes no option of this group: most often a stage that it does not have, or a model that is no place."""
     having = sorted(
         file.stem for file in (CONF / "pipeline").glob("*.yaml") if f"- /{group}:" in file.read_text("utf-8")
     )
-    return f"the pipeline has no {group} to choose an option for" + (
+    named = next((word.partition("=")[2] for word in overrides if word.startswith("model=")), "")
+    place = f", and {named!r} is no folder; {PLACES}" if group == "model" else ""
+    return f"the pipeline has no {group} to choose an option for{place}" + (
         f"; pipelines that have it: {', '.join(having)} (pipeline={having[0]})"
         if having
         else f": no pipeline has {group}"
@@ -119,5 +133,6 @@ def _missing_option(error: Any) -> str:
     group, _, option = wanted.rpartition("/")
     options = [name for name in (error.options or []) if name != "schema"]
     if group and options:
-        return f"{group}={option}: there is no such option{did_you_mean(option, options)}"
+        place = f"; {PLACES}" if group == "model" else ""
+        return f"{group}={option}: there is no such option{did_you_mean(option, options)}{place}"
     return " ".join(str(error).split())

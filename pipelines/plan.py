@@ -20,7 +20,8 @@ from stages.artifacts import Artifact
 from stages.contract import STAGES, Resolver, ResourcesUnavailable, Stage, StageConfig, StageError, StageResources
 from stages.training.estimate import require_room
 from stages.training.memory import total_memory
-from stages.training.outlook import Given, has_gpu
+from stages.training.outlook import Given, on_gpu
+from stages.training.resources import TrainResources
 
 STOPPED = "stopped with the run"
 
@@ -252,7 +253,9 @@ def require_memory(app: AppConfig, steps: Iterable[Step]) -> None:
 
 def _refusal(app: AppConfig, step: Step) -> str | None:
     total = total_memory()
-    if step.foreseen is None or total is None or has_gpu() or app.cluster.mode is ClusterMode.attach:
+    resources = step.cfg.resources
+    elsewhere = app.cluster.mode is ClusterMode.attach or (isinstance(resources, TrainResources) and on_gpu(resources))
+    if step.foreseen is None or total is None or elsewhere:
         return None
     try:
         require_room(step.foreseen, total, step.foreseen.workers, whole=True)

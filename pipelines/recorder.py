@@ -31,6 +31,10 @@ class Point:
     """`(stage.metric, step, value)` -> why the point is to end here, or None."""
 
 
+MACHINE = "system/"
+"""Prefix of metrics that tell of a machine, as MLflow writes it."""
+
+
 class Recorder:
     """The Tracker of an attempt: passes everything on and keeps the last values and the curves for the record."""
 
@@ -47,6 +51,8 @@ class Recorder:
         """Raises Pruned when the sweep has seen enough."""
         self._child.log_metrics(metrics, step, at)
         for name, value in metrics.items():
+            if name.startswith(MACHINE):  # the child's own page shows it; a record and a comparison are of results
+                continue
             if value == value and abs(value) != float("inf"):
                 self.last[name] = float(value)
                 if name in CURVES and step is not None:

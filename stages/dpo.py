@@ -12,7 +12,7 @@ from stages.artifacts import Checkpoint, PairDataset
 from stages.contract import Context, StageError, stage
 from stages.launching.launch import launch, log_datasets
 from stages.training import outlook
-from stages.training.config import GOLDEN_PROMPTS, Job
+from stages.training.config import GOLDEN_PROMPTS, Job, require_prompts
 from stages.training.estimate import Estimate
 from stages.training.outlook import Given
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
@@ -30,8 +30,7 @@ class DpoConfig(PairRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.golden_prompts or not all(self.golden_prompts):
-            raise ValueError(f"golden_prompts must be texts of at least one character, got {self.golden_prompts}")
+        require_prompts(self.golden_prompts)
 
 
 @stage(libraries=("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft"), ray=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from stages.artifacts import Artifact, Checkpoint, Corpus, EvalReport, PairDataset, TokenDataset
 from stages.contract import Context, StageConfig, StageError, TaskResources, stage
-from stages.training.preflight import require_cpus
+from stages.training.preflight import require
 
 TEXT_COLUMNS = {"bits_per_byte": "bits per byte", "perplexity": "perplexity", "validation_loss": "loss"}
 PAIR_COLUMNS = {
@@ -151,11 +151,12 @@ def _in_a_task(arguments: dict[str, Any], cpus: float) -> dict[str, Any]:
     from stages.storage.node import facts, here
 
     field_name = "stages.evaluate.resources.cpus"
-    require_cpus(
+    require(
+        "CPU",
         workers=1,
-        cpus=cpus,
+        each=cpus,
         nodes=facts(),
-        free=lambda: ray.available_resources().get("CPU", 0.0),
+        free=ray.available_resources,
         fields=(field_name, field_name),
     )
     task = ray.remote(num_cpus=cpus, max_retries=2, max_calls=1, scheduling_strategy=here())(_score).remote(arguments)

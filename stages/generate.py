@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stages.artifacts import Checkpoint, Corpus, Rows
 from stages.contract import Context, StageConfig, StageError, TaskResources, stage
 from stages.text.synthesis import Ask, AskAs, Decoding, Endpoint, Output, Score, ScoreBy
-from stages.training.preflight import require_cpus
+from stages.training.preflight import require
 
 if TYPE_CHECKING:
     from stages.text.generating import Origins, Tally
@@ -196,11 +196,12 @@ def _require_room(cfg: GenerateConfig) -> None:
 
     from stages.storage.node import facts
 
-    require_cpus(
+    require(
+        "CPU",
         workers=cfg.resources.actors,
-        cpus=cfg.resources.cpus,
+        each=cfg.resources.cpus,
         nodes=facts(),
-        free=lambda: ray.available_resources().get("CPU", 0.0),
+        free=ray.available_resources,
         fields=("stages.generate.resources.actors", "stages.generate.resources.cpus"),
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stages.artifacts import Checkpoint, Corpus, PairDataset
 from stages.contract import Context, Resolver, StageConfig, StageError, TaskResources, location, stage
 from stages.text.choices import ControlStrings, OverLongPair
-from stages.training.preflight import require_cpus
+from stages.training.preflight import require
 
 if TYPE_CHECKING:
     from stages.text.shards import Table
@@ -172,11 +172,12 @@ def _require_room(cfg: PairConfig) -> None:
 
     from stages.storage.node import facts
 
-    require_cpus(
+    require(
+        "CPU",
         workers=cfg.resources.actors,
-        cpus=cfg.resources.cpus,
+        each=cfg.resources.cpus,
         nodes=facts(),
-        free=lambda: ray.available_resources().get("CPU", 0.0),
+        free=ray.available_resources,
         fields=("stages.pair.resources.actors", "stages.pair.resources.cpus"),
     )
 

@@ -12,7 +12,7 @@ from stages.artifacts import Checkpoint, TokenDataset
 from stages.contract import Context, StageError, stage
 from stages.launching.launch import launch, log_datasets
 from stages.training import outlook
-from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, TokenRecipe
+from stages.training.config import GOLDEN_PROMPTS, Job, ModelConfig, TokenRecipe, require_prompts
 from stages.training.estimate import Estimate
 from stages.training.outlook import Given
 from stages.training.resources import TrainResources
@@ -31,8 +31,7 @@ class TrainConfig(TokenRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.golden_prompts or not all(self.golden_prompts):
-            raise ValueError(f"golden_prompts must be texts of at least one character, got {self.golden_prompts}")
+        require_prompts(self.golden_prompts)
 
     def check(self, connected: frozenset[str]) -> None:
         """Either a shape or a base, never both and never none."""

@@ -348,6 +348,42 @@ def test_the_pictures_in_the_documents_are_drawn_from_the_committed_results(name
         assert picture.read_text("utf-8") == drawn, "run python -m benchmarks.quote"
 
 
+# Launchers
+
+
+def test_equal_arms_are_runs_of_torchrun_two_by_two() -> None:
+    from benchmarks import train_launcher
+
+    pairs = [Pair("AB", a, 9.0) for a in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert train_launcher._floor(pairs) == [Pair("AA", 1.0, 2.0), Pair("AA", 3.0, 4.0)]
+
+
+def test_a_run_that_lost_a_worker_is_read_from_its_lines() -> None:
+    from benchmarks import train_recovery
+
+    def step(number: int, at: float, loss: float = 0.5) -> str:
+        return json.dumps({"step": number, "at": at, "loss": loss + number})
+
+    lines = [step(n, 100.0 + n) for n in (1, 2, 3, 4, 5)]  # killed at 104.9: step 5 was on its way
+    lines += [json.dumps({"event": "resumed from step 2"})]
+    lines += [step(n, 110.0 + n) for n in (3, 4, 5, 6, 7)]
+    found = train_recovery.read(lines, killed=104.9)
+    assert found.seconds == pytest.approx(116.0 - 104.9)
+    assert (found.steps_lost, found.restarts, found.agrees) == (3, 1, True)
+    assert found.losses == {n: repr(0.5 + n) for n in range(1, 8)}
+    assert not train_recovery.read([*lines[:-1], step(7, 117.0), step(3, 118.0, 0.6)], killed=104.9).agrees
+
+
+def test_the_options_of_a_job_survive_a_command_line() -> None:
+    from benchmarks import train_launcher, workload
+
+    how = {"workers": 1, "checkpoint_every": 8}
+    assert workload.how_of(workload.words(**how)) == how
+    command = train_launcher.torchrun(Path("d"), Path("w"), 9, *workload.words(**how), restarts=2)
+    assert {"--nproc-per-node=1", "--max-restarts=2", "--standalone", "checkpoint_every=8"} <= set(command)
+    assert workload.config(9, **how).resources.workers == 1
+
+
 # The data path against its alternatives
 
 
@@ -394,6 +430,77 @@ def test_arms_of_a_round_take_turns_and_are_compared_within_it() -> None:
     assert data_end_to_end.paired(a, b) == [Pair("AB", 10, 2), Pair("BA", 5, 10)]
     assert data_end_to_end.same({"a": a, "b": a}, "kept").holds
     assert not data_end_to_end.same({"a": a, "b": b}, "kept").holds
+
+
+# Training against its alternatives
+
+
+def a_run(seconds: float, losses: list[float], tokens: list[int] | None = None, waited: float | None = None) -> Any:
+    from benchmarks import train_trl
+
+    tokens = tokens or [100] * len(losses)
+    return train_trl.Run([10.0 + seconds * n for n in range(len(losses))], tokens, losses, waited)
+
+
+def test_the_speed_of_a_run_is_that_of_its_steps_between_the_warm_up_and_the_last() -> None:
+    made = a_run(2.0, [1.0] * 7, [900, 900, 900, 10, 20, 30, 900])
+    assert made.speed == pytest.approx((10 + 20 + 30) / 6.0)  # steps 4, 5 and 6, each of two seconds
+
+
+def test_arms_that_train_on_other_tokens_or_to_other_losses_are_not_compared() -> None:
+    from benchmarks import train_trl
+
+    falling = [9.0 - n / 10 for n in range(12)]
+    ours, near = a_run(1.0, falling), a_run(1.0, [loss + 9e-5 for loss in falling])
+    drifting = a_run(1.0, [*falling[:10], 0.0, 0.0])  # rounding may have grown by then
+    far = a_run(1.0, [*falling[:9], falling[9] + 2e-4, *falling[10:]])
+    other = a_run(1.0, falling, [100] * 11 + [99])
+    assert train_trl.same_losses({"alone": [ours, drifting], "trl_padded": [near]}).holds
+    assert not train_trl.same_losses({"alone": [ours], "trl_padded": [near, far]}).holds
+    assert not train_trl.same_losses({"alone": [ours, far], "trl_padded": [near]}).holds
+    assert train_trl.same_tokens({"alone": [ours], "trl_padded": [near]}).holds
+    assert not train_trl.same_tokens({"alone": [ours], "trl_padded": [near, other]}).holds
+
+
+def test_rounds_of_training_take_turns_and_are_compared_within() -> None:
+    from benchmarks import train_trl
+
+    assert train_trl.order(1) == train_trl.order(0)[::-1]
+    a, b = ([a_run(s, [1.0] * 6) for s in seconds] for seconds in ((1.0, 2.0), (0.5, 4.0)))
+    assert train_trl.paired(a, b) == [Pair("AB", 100, 200), Pair("BA", 50, 25)]
+
+
+@pytest.mark.slow
+def test_the_chats_of_all_arms_are_the_same_in_rows_of_their_own_packed_and_as_text(tmp_path: Path) -> None:
+    import numpy as np
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks import chats
+    from stages.text.packed import PackedSplit
+
+    chats.make(tmp_path, 300)
+    alone, packed = (PackedSplit.read(tmp_path / name, "train") for name in ("alone", "packed"))
+    documents = [
+        part[: length - start].tolist()
+        for ids, starts, length in zip(packed.input_ids, packed.document_starts, packed.lengths, strict=True)
+        for start, part in zip(starts, np.split(ids, starts[1:]), strict=True)
+        if start < length
+    ]
+    rows = [ids[:length].tolist() for ids, length in zip(alone.input_ids, alone.lengths, strict=True)]
+    assert sorted(documents) == sorted(rows) and len(packed) < len(alone)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    said = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    theirs = [
+        tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"] for messages in said
+    ]
+    steps = len(said) // chats.ROWS
+    assert chats.tokens_of_steps(tmp_path / "alone", steps) == [
+        sum(map(len, theirs[first : first + chats.ROWS])) for first in range(0, steps * chats.ROWS, chats.ROWS)
+    ]
+    assert all(ids in rows for ids in theirs) and len(said) == len(rows) // chats.ROWS * chats.ROWS
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert 8e6 < model.num_parameters() < 20e6
 
 
 def arm_of_a_gpu(losses: list[float], memory: float = 2e9) -> dict[str, Any]:

@@ -7,6 +7,7 @@ train launch alike; apart from `stages.training`, which knows no launcher. Ray's
 with its process.
 """
 
+import multiprocessing
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,16 +19,24 @@ from stages.contract import Context, StageError
 from stages.launching import rank
 from stages.launching.torchrun import under_torchrun
 from stages.training.config import Job
-from stages.training.preflight import require_cpus
+from stages.training.preflight import require
 from stages.training.report import Report
 from stages.training.resources import Launcher, TrainResources
 
 PLACED = "placement_group"
 POLL_S = 0.25
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""Ray hides no GPU from a worker that has reserved none."""
 
 
 def launch(resources: TrainResources, ctx: Context, job: Job) -> Checkpoint:
     """Train to the end and copy the export into `ctx.output`. Goes on from what an earlier attempt left in `job.work`."""
+    # As multiprocessing asks, but only before it starts one more process: here that would be after all of the training.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise StageError(
+            "a process that was started to help with training imports your script, which would begin to train again: call "
+            f'{job.verb} under `if __name__ == "__main__":`'
+        )
     (job.work / rank.REFUSED).unlink(missing_ok=True)
     shutil.rmtree(job.work / rank.TRACES, ignore_errors=True)
     report = Report(ctx, job.work)
@@ -61,13 +70,12 @@ def _under_ray(resources: TrainResources, ctx: Context, job: Job, report: Report
 
     from stages.storage.node import facts, here
 
-    require_cpus(
-        workers=resources.workers,
-        cpus=resources.cpus_per_worker,
-        nodes=facts(),
-        free=lambda: ray.available_resources().get("CPU", 0.0),
-        fields=(f"stages.{job.verb}.resources.workers", f"stages.{job.verb}.resources.cpus_per_worker"),
-    )
+    nodes, free = facts(), ray.available_resources
+    resources = resources.placed(max((node["Resources"].get("GPU", 0.0) for node in nodes), default=0.0))
+    for kind, each in (("CPU", resources.cpus_per_worker), ("GPU", resources.gpus_per_worker)):
+        if each:
+            fields = [f"stages.{job.verb}.resources.{name}" for name in ("workers", f"{kind.lower()}s_per_worker")]
+            require(kind, workers=resources.workers, each=each, nodes=nodes, free=free, fields=(fields[0], fields[1]))
     (job.work / PLACED).unlink(missing_ok=True)
     ctx.progress(0.0, f"starting {resources.workers} workers")
     fit = ray.remote(num_cpus=0, max_retries=0, max_calls=1, scheduling_strategy=here())(_fit)
@@ -112,6 +120,7 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
         RAY_TRAIN_COLLECTIVE_TIMEOUT_S=str(resources.collective_timeout_s),
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5",
     )
+    import torch
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -120,6 +129,7 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
     from stages.storage.node import selector
+    from stages.training.world import BACKENDS
 
     class NotAfterRefusal(WorkerGroupCallback):
         """Starts no workers for an error that would come again. They would also hold a placement group that the driver,
@@ -135,20 +145,24 @@ def _fit(job: Job, resources: TrainResources, fingerprint: str) -> str | None:
             kept = [c for c in super()._create_default_callbacks() if not isinstance(c, PlacementGroupCleanerCallback)]
             return [*kept, NotAfterRefusal()]
 
+    gpus = resources.gpus_per_worker or 0
+    # Where torch is not built for the GPU that is reserved, the workers start all the same: they say so better than nccl does.
+    backend = BACKENDS["cuda" if gpus and torch.version.cuda else "cpu"]
     trainer = Trainer(
         _worker,
-        train_loop_config={"job": job},
-        torch_config=TorchConfig(backend="gloo", timeout_s=resources.collective_timeout_s),
+        train_loop_config={"job": job, "gpus": gpus},
+        torch_config=TorchConfig(backend=backend, timeout_s=resources.collective_timeout_s),
         scaling_config=ScalingConfig(
             num_workers=resources.workers,
-            resources_per_worker={"CPU": resources.cpus_per_worker},
+            use_gpu=gpus > 0,
+            resources_per_worker={"CPU": resources.cpus_per_worker, "GPU": gpus},
             label_selector=selector(),
         ),
         run_config=RunConfig(
             name=fingerprint,
             storage_path=str(job.work / "ray"),
             failure_config=FailureConfig(max_failures=resources.max_failures, controller_failure_limit=2),
-            worker_runtime_env={"env_vars": rank.environment(resources)},
+            worker_runtime_env={"env_vars": rank.environment(resources) | ({} if gpus else HIDDEN)},
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
@@ -168,10 +182,11 @@ def _worker(config: Mapping[str, Any]) -> None:
     import torch
 
     job: Job = config["job"]
-    if torch.cuda.is_available():
+    if config["gpus"] and not torch.cuda.is_available():
         refusal = (
-            "launcher=ray reserves no GPU for its workers in this release, and this node shows one: set "
-            f"stages.{job.verb}.resources.launcher=torchrun, or hide it (CUDA_VISIBLE_DEVICES=) to train on processors"
+            f"a GPU is reserved for each worker (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}), and PyTorch "
+            f"{torch.__version__} finds none: install its CUDA build (make setup TORCH=cuda) and look at what make doctor says "
+            f"of the driver, or set stages.{job.verb}.resources.gpus_per_worker=0 to train on processors"
         )
         rank.refuse(job, refusal)
         raise StageError(refusal)

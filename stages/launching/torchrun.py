@@ -17,7 +17,7 @@ from typing import Any
 from stages.contract import Context, StageError
 from stages.launching import rank
 from stages.training.config import Job
-from stages.training.preflight import require_cpus
+from stages.training.preflight import require
 from stages.training.report import Report
 from stages.training.resources import TrainResources
 
@@ -30,11 +30,12 @@ END_S = 4.0
 def under_torchrun(resources: TrainResources, ctx: Context, job: Job, report: Report) -> None:
     """Train to the end. StageError with what a worker refused, or which workers kept dying."""
     cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    require_cpus(
+    require(
+        "CPU",
         workers=resources.workers,
-        cpus=resources.threads_per_worker,
+        each=resources.threads_per_worker,
         nodes=[{"Alive": True, "Resources": {"CPU": cpus}}],
-        free=lambda: cpus,
+        free=lambda: {"CPU": cpus},
         fields=(f"stages.{job.verb}.resources.workers", f"stages.{job.verb}.resources.threads_per_worker"),
     )
     ctx.progress(0.0, f"starting {resources.workers} workers")

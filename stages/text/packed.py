@@ -1,6 +1,7 @@
 """Reads packed sequences into NumPy. Apart, because training and evaluation must see the very same arrays."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import pyarrow.parquet
 
 from stages.artifacts import ArtifactError
 from stages.text.corpus import shards
+from stages.text.packing import IGNORED
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,30 @@ class PackedSplit:
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    def take(self, rows: npt.NDArray[np.int64]) -> "PackedSplit":
+    def take(self, rows: Int64) -> "PackedSplit":
         """Some of the rows."""
         starts, sources = ([values[row] for row in rows] for values in (self.document_starts, self.sources))
         return PackedSplit(self.input_ids[rows], self.labels[rows], starts, sources)
 
-    def position_ids(self, row: int) -> Int32:
-        """[sequence_length] positions that restart at 0 with each document: what isolates packed documents."""
-        return positions(self.document_starts[row], self.input_ids.shape[1])
+    @cached_property
+    def lengths(self) -> Int64:
+        """[rows] tokens before the padding. Padding is the last document of a row where that is one id again and again and
+        nothing of it is predicted (a last document of one token looks the same, and is counted as padding)."""
+        counts = np.full(len(self), self.input_ids.shape[1], dtype=np.int64)
+        for row, starts in enumerate(self.document_starts):
+            ids, labels = self.input_ids[row, starts[-1] :], self.labels[row, starts[-1] :]
+            if len(starts) > 1 and (ids == ids[0]).all() and (labels == IGNORED).all():
+                counts[row] = starts[-1]
+        return counts
+
+    def trimmed(self, rows: Int64) -> tuple[Int32, Int32, Int32]:
+        """`input_ids`, `labels` and positions of these rows, [rows, the longest of them]. Positions restart at 0 with each document,
+        which is what isolates it. Those of padding go on: nothing looks ahead, so nothing sees it, and where each row is one
+        document no mask is needed at all."""
+        width = int(self.lengths[rows].max())
+        starts = [self.document_starts[row][self.document_starts[row] < self.lengths[row]] for row in rows]
+        places = [positions(of_row, width) for of_row in starts]
+        return self.input_ids[rows, :width], self.labels[rows, :width], np.stack(places)
 
 
 def positions(document_starts: Int32, length: int) -> Int32:

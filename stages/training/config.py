@@ -301,6 +301,14 @@ GOLDEN_PROMPTS = ("The ", "Return ", "import os\n", "def ")
 """Questions that a server must answer as the exporter did. Generic, so that any model has an opinion about them."""
 
 
+def require_prompts(golden_prompts: list[str]) -> None:
+    """ValueError unless each is a text."""
+    _require(
+        bool(golden_prompts) and all(golden_prompts),
+        f"golden_prompts must be texts of at least one character, got {golden_prompts}",
+    )
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

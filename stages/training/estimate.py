@@ -152,7 +152,7 @@ def training(
     frozen_copy: bool = False,
     flops_per_second: float = CPU_FLOPS,
 ) -> Estimate:
-    """A run over `positions` tokens of rows (padding included) in rows of `length`.
+    """A run over `positions` tokens (padding, which is nearly all left away, is none) in rows of `length`.
 
     `trained`: numbers with a gradient (None: all); `step_rows`, `validation_rows`: what one worker has in a step, and in a pass
     over the validation split, where that is less than a micro-batch; `data_tokens`: tokens of both splits; `reference_pass`: the

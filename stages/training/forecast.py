@@ -26,6 +26,7 @@ class Forecast:
         self.trained = adapters.trained(objective.model)
         self.sequences = len(objective.weightless()["input_ids"])  # 2 of a pair
         self.rows, self.steps = objective.sampler.total_rows, objective.sampler.steps
+        self.positions = int(self.rows * self.sequences * objective.lengths.mean())  # padding is nearly all left away
         self.step_rows = -(-objective.sampler.rows_per_step // world.size) * self.sequences
         self.validation_rows = -(-len(objective.validation) // world.size) * self.sequences
         self.data = objective.sampler.rows * self.sequences * self.length
@@ -41,7 +42,7 @@ class Forecast:
             self.shape,
             length=self.length,
             micro_batch_rows=self.job.micro_batch_rows * self.sequences,
-            positions=self.rows * self.sequences * self.length if known else 0,
+            positions=self.positions if known else 0,
             data_tokens=self.data,
             step_rows=self.step_rows,
             validation_rows=self.validation_rows,

@@ -24,7 +24,8 @@ from stages.training.config import Job, Weights
 from stages.training.export import export
 from stages.training.follow import METRICS, Writer
 from stages.training.forecast import Forecast
-from stages.training.loss import Batch, on
+from stages.training.host import Host
+from stages.training.loss import Batch, longest_first, on
 from stages.training.meter import Meter
 from stages.training.objective import Int64, objective_of, split
 from stages.training.stopping import Best
@@ -51,9 +52,9 @@ def _run(job: Job, world: World, on_line: Callable[[], None]) -> None:
             training.step(step)
         training.summarise()
         training.take_weights()
-        # The others do not wait: an export may take longer than a collective may.
-        if world.rank == 0:
-            training.export()
+        with world.waiting():
+            if world.rank == 0:
+                training.export()
     finally:
         if training.writer:
             training.writer.close()
@@ -67,7 +68,7 @@ class Training:
         job.work.mkdir(parents=True, exist_ok=True)
         self.writer = Writer(job.work / METRICS) if world.rank == 0 else None
         device.require(job.recipe.precision, world.device)
-        self.meter = Meter(world.device)
+        self.meter, self.host = Meter(world.device), Host(job.work, world.device)
         self.objective = objective_of(job, world)
         self.model, self.sampler = self.objective.model, self.objective.sampler
         if job.gradient_checkpointing:
@@ -204,7 +205,8 @@ class Training:
 
     def _batches(self, rows: Int64) -> Iterator[Batch]:
         """This rank's share of a step's rows; at least one batch, and of a split model as many as the other ranks have."""
-        size, mine = self.job.micro_batch_rows, rows[self.world.rank :: self.world.size]
+        size = self.job.micro_batch_rows
+        mine = longest_first(rows, self.objective.lengths)[self.world.rank :: self.world.size]
         for first in range(0, len(mine), size):
             yield on(self.world.device, self.objective.batch(mine[first : first + size]))
         for _ in range(-(-len(mine) // size), self.world.passes(len(rows), size) if self.sharded else 1):
@@ -225,6 +227,8 @@ class Training:
             if self.done == self.sampler.steps or self.stopped:
                 probes.require_last_loss(self.done, found["validation_loss"], recipe, self.best)
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if self.writer:
+            finite |= self.host.sample()
         self.line(step=self.done, steps=self.sampler.steps, at=time.time(), **finite)
         if self.stopped and self.done < self.sampler.steps:
             self.line(

@@ -15,14 +15,21 @@ Batch = dict[str, torch.Tensor]
 
 
 def batch(split: PackedSplit, rows: npt.NDArray[np.int64]) -> Batch:
-    """`input_ids`, `position_ids` and next-token `labels` of these rows, all int64 [rows, sequence_length]."""
-    labels = np.full((len(rows), split.labels.shape[1]), IGNORED, dtype=np.int64)
-    labels[:, :-1] = split.labels[rows, 1:]
+    """`input_ids`, `position_ids` and next-token `labels` of these rows, all int64 [rows, the longest of them]."""
+    ids, own, places = split.trimmed(rows)
+    labels = np.full(own.shape, IGNORED, dtype=np.int64)
+    labels[:, :-1] = own[:, 1:]
     return {
-        "input_ids": torch.from_numpy(split.input_ids[rows].astype(np.int64)),
-        "position_ids": torch.from_numpy(np.stack([split.position_ids(int(row)) for row in rows]).astype(np.int64)),
+        "input_ids": torch.from_numpy(ids.astype(np.int64)),
+        "position_ids": torch.from_numpy(places.astype(np.int64)),
         "labels": torch.from_numpy(labels),
     }
+
+
+def longest_first(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """These rows with neighbours in length side by side: a batch of them is padded little, and what needs most memory comes
+    first. Rows of one length stay in their order."""
+    return rows[np.argsort(-lengths[rows], kind="stable")]
 
 
 def on(device: torch.device, given: Batch) -> Batch:
@@ -35,17 +42,6 @@ def weightless(split: PackedSplit) -> Batch:
     row = batch(split, np.zeros(1, dtype=np.int64))
     row["labels"].fill_(IGNORED)
     return row
-
-
-def real_tokens(split: PackedSplit) -> npt.NDArray[np.int64]:
-    """[rows] tokens that are no padding. Padding is the last document of a row where that is one id again and again and
-    nothing of it is predicted (a last document of one token looks the same, and is counted as padding)."""
-    counts = np.full(len(split), split.input_ids.shape[1], dtype=np.int64)
-    for row, starts in enumerate(split.document_starts):
-        ids, labels = split.input_ids[row, starts[-1] :], split.labels[row, starts[-1] :]
-        if len(starts) > 1 and (ids == ids[0]).all() and (labels == IGNORED).all():
-            counts[row] = starts[-1]
-    return counts
 
 
 def supervised_tokens(split: PackedSplit) -> npt.NDArray[np.int64]:
@@ -76,6 +72,7 @@ def summed(
     """Summed cross entropy in nats over `rows`, in `at_least` so many passes (workers of a split model make equally many)."""
     was_training = model.training
     model.eval()
+    rows = longest_first(rows, split.lengths)
     total, device = 0.0, next(model.parameters()).device
     for first in range(0, len(rows), batch_rows):
         total += float(model(**on(device, batch(split, rows[first : first + batch_rows]))))

@@ -18,7 +18,7 @@ from stages.text.packed import PackedSplit
 from stages.training import adapters
 from stages.training import model as models
 from stages.training.config import Job, TokenRecipe
-from stages.training.loss import Batch, SummedLoss, batch, real_tokens, summed, supervised_tokens, weightless
+from stages.training.loss import Batch, SummedLoss, batch, summed, supervised_tokens, weightless
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
 from stages.training.preferences import Preferences
 from stages.training.sampler import RowSampler, mix
@@ -36,6 +36,8 @@ class Objective(Protocol):
     """`module(**batch)` -> the summed loss, or (the summed loss, {name: a sum to show beside it, without a gradient}). What
     DDP wraps."""
     sampler: RowSampler
+    lengths: Int64
+    """[rows] tokens of each row of the training split before its padding."""
     untrained_loss: float | None
     """The loss before the first step, where it is known beforehand."""
     reference: ReferenceFrom | None
@@ -108,7 +110,7 @@ class NextTokens:
             seed=job.seed,
             sources=mix(self.split.sources, weights),
         )
-        self.supervised, self.real = supervised_tokens(self.split), real_tokens(self.split)
+        self.supervised, self.lengths = supervised_tokens(self.split), self.split.lengths
 
     def weight(self, rows: Int64) -> int:
         return int(self.supervised[rows].sum())
@@ -116,7 +118,7 @@ class NextTokens:
     tokens = weight
 
     def unpadded(self, rows: Int64) -> int:
-        return int(self.real[rows].sum())
+        return int(self.lengths[rows].sum())
 
     def batch(self, rows: Int64) -> Batch:
         return batch(self.split, rows)

@@ -12,7 +12,7 @@ from stages.training import estimate
 from stages.training.config import Algorithm, ModelConfig, Precision, Recipe, TokenRecipe
 from stages.training.estimate import Estimate, ModelShape
 from stages.training.pair_recipe import PairRecipe, ReferenceFrom
-from stages.training.resources import Launcher, Sharding, TrainResources
+from stages.training.resources import Launcher, Sharding, TrainResources, torch_knows_gpus
 
 BASE, SUMMARY = "config.json", "summary.json"
 
@@ -41,6 +41,7 @@ def foreseen(
     train = facts.get("train", {})
     rows: int | None = train.get("rows", train.get("pairs"))
     sequences = 2 if isinstance(recipe, PairRecipe) else 1
+    positions = _rows_trained(recipe, rows, length) * sequences * _mean_length(train, length)
     reference = _reference(recipe, facts)
     adapter = recipe.adapter
     workers = 1 if resources.launcher is Launcher.inline else resources.workers
@@ -48,7 +49,7 @@ def foreseen(
         shape,
         length=length,
         micro_batch_rows=resources.micro_batch_rows * sequences,
-        positions=_rows_trained(recipe, rows, length) * sequences * length if _speed(resources) else 0,
+        positions=int(positions) if _speed(resources) else 0,
         step_rows=-(-_rows_per_step(recipe, length) // workers) * sequences,
         validation_rows=_validation_rows(facts, workers) * sequences or None,
         data_tokens=(rows or 0) * sequences * length,
@@ -90,6 +91,15 @@ def _rows_trained(recipe: Recipe, rows: int | None, length: int) -> int:
     return recipe.total_rows(rows or 0, length) if isinstance(recipe, TokenRecipe) else recipe.total_rows(rows or 0)
 
 
+def _mean_length(train: Mapping[str, Any], length: int) -> float:
+    """Of the sequences of a split, padding left away as training does; all of `length` where that is not known."""
+    tokens, count = train.get("tokens", 0), train.get("rows", 0)
+    if "pairs" in train:  # each reads its prompt twice
+        counted = ("prompt_tokens", "prompt_tokens", "chosen_tokens", "rejected_tokens")
+        tokens, count = sum(train.get(name, 0) for name in counted), 2 * train["pairs"]
+    return tokens / count if tokens and count else float(length)
+
+
 def _reference(recipe: Recipe, facts: Mapping[str, Any]) -> ReferenceFrom | None:
     """Where a preference run will take its reference from, as `stages.training.preferences` chooses."""
     if not isinstance(recipe, PairRecipe):
@@ -105,9 +115,16 @@ def _speed(resources: TrainResources) -> float | None:
     """Operations a second of one worker; None where a GPU trains whose peak nobody has stated."""
     if resources.peak_tflops is not None:
         return estimate.GPU_SHARE * resources.peak_tflops * 1e12
-    return None if has_gpu() else estimate.CPU_FLOPS * resources.threads_per_worker
+    return None if on_gpu(resources) else estimate.CPU_FLOPS * resources.threads_per_worker
 
 
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA device: its memory is then another one than what the system tells of."""
+def on_gpu(resources: TrainResources) -> bool:
+    """Whether workers of this machine will compute on an NVIDIA device: its memory is another one than what the system tells
+    of, and its speed is not known here."""
+    if resources.launcher is Launcher.ray:
+        return resources.placed(float(_has_gpu())).gpus_per_worker == 1
+    return _has_gpu() and torch_knows_gpus()
+
+
+def _has_gpu() -> bool:
     return Path("/dev/nvidia0").exists()

@@ -99,6 +99,7 @@ class Preferences:
         self.facts = PairDataset(uri=job.dataset.resolve().as_uri()).summary()
         self.pairs = Pairs.read(job.dataset, "train")
         self.validation = Pairs.read(job.dataset, "validation")
+        self.lengths = np.array([self.pairs.length(row) for row in range(len(self.pairs))], np.int64)
         self.model, reference = self._models(job.base, world)
         self.module = PairLoss(
             self.model, beta=job.recipe.beta, label_smoothing=job.recipe.label_smoothing, reference=reference

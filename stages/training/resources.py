@@ -1,13 +1,14 @@
 """How training is computed: settings that never change its result. Apart and free of torch, because every verb that trains
 has the same."""
 
-from dataclasses import asdict, dataclass
+import importlib.metadata
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
 from stages.contract import StageResources
 
-POSSIBLY_ZERO = ("max_failures", "retries")
+POSSIBLY_ZERO = ("gpus_per_worker", "max_failures", "retries")
 
 
 class Sharding(Enum):
@@ -36,6 +37,10 @@ class TrainResources(StageResources):
     """Data-parallel workers under `ray` and `torchrun`, one process each; `inline` always has one."""
     cpus_per_worker: float = 1.0
     """Logical CPUs that Ray reserves for each worker; the other launchers reserve none and count threads_per_worker."""
+    gpus_per_worker: int | None = None
+    """GPUs that Ray reserves for each worker: 1, or 0 to compute on processors though there are GPUs. null: 1 where the stage's
+    node has any and PyTorch is built for them, with at most as many workers as GPUs (unless sharding splits the model), else 0.
+    The other launchers reserve none: a worker of torchrun takes the GPU of its number."""
     threads_per_worker: int = 1
     """Threads of one worker's tensor operations (also OMP_NUM_THREADS)."""
     micro_batch_rows: int = 8
@@ -65,6 +70,11 @@ class TrainResources(StageResources):
         for name, value in asdict(self).items():
             if type(value) in (int, float) and name not in POSSIBLY_ZERO and value <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {value}")
+        if self.gpus_per_worker not in (None, 0, 1):
+            raise ValueError(
+                f"resources.gpus_per_worker must be 0 or 1, got {self.gpus_per_worker}: a worker computes on one device; "
+                "set resources.workers to the number of GPUs"
+            )
         if self.sharding is Sharding.full and (self.launcher is Launcher.inline or self.workers < 2):
             raise ValueError(
                 "resources.sharding must be none with one worker, got full; set resources.workers and a launcher that starts them"
@@ -79,6 +89,15 @@ class TrainResources(StageResources):
         told = {name: getattr(self, name) for name in names}
         return told | {"threads": self.threads_per_worker, "sharded": self.sharding is Sharding.full}
 
+    def placed(self, gpus: float) -> "TrainResources":
+        """With gpus_per_worker decided, for Ray's workers on a node that has so many `gpus`."""
+        if self.gpus_per_worker is not None:
+            return self
+        if gpus < 1 or not torch_knows_gpus():
+            return replace(self, gpus_per_worker=0)
+        split = self.sharding is Sharding.full  # by fewer than were asked for, its parts may be too large
+        return replace(self, gpus_per_worker=1, workers=self.workers if split else min(self.workers, int(gpus)))
+
     def inline(self) -> bool:
         return self.launcher is not Launcher.ray
 
@@ -86,3 +105,8 @@ class TrainResources(StageResources):
         if self.launcher is Launcher.ray:
             return self.workers * self.cpus_per_worker
         return float(self.threads_per_worker * (self.workers if self.launcher is Launcher.torchrun else 1))
+
+
+def torch_knows_gpus() -> bool:
+    """Whether the installed PyTorch is built for GPUs. Read off its version: importing it takes seconds."""
+    return not importlib.metadata.version("torch").endswith("+cpu")

@@ -17,7 +17,11 @@ import torch.distributed
 from stages.training.device import of_this_worker
 
 CPU = torch.device("cpu")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By the kind of device. gloo sums what World.sum gives it, which stays on the processor; gradients on GPUs go through nccl."""
 SHOWN = ("OMP_", "MKL_", "NCCL_", "TORCH", "GLOO_", "CUDA_", "MASTER_", "LOCAL_", "NODE_RANK", "RANK", "WORLD_SIZE")
+ALONE = timedelta(days=1)
+"""How long the others wait for an export. A rank that dies ends it at once, the stage's own `timeout` before."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,16 @@ class World:
         """Returns when every rank has come here."""
         self.sum(0.0)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what one rank does alone and what may take longer than a collective: the others wait at its end."""
+        if self.size == 1:
+            yield
+            return
+        group = torch.distributed.new_group(backend="gloo", timeout=ALONE)
+        yield
+        torch.distributed.barrier(group=group)
+
 
 @contextmanager
 def joined(timeout_s: int) -> Iterator[World]:
@@ -62,9 +76,7 @@ def joined(timeout_s: int) -> Iterator[World]:
     if torch.distributed.is_initialized():
         yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo sums what World.sum gives it, which stays on the processor; gradients on GPUs go through nccl.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        torch.distributed.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
         yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
         # Not after an error: what still hangs on the group (the error's own frames) can make this wait for ever.
         torch.distributed.destroy_process_group()

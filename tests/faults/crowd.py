@@ -34,14 +34,15 @@ def crowd(cfg: CrowdConfig, ctx: Context) -> EvalReport:
     from ray.util import placement_group, remove_placement_group
 
     from stages.storage.node import facts
-    from stages.training.preflight import require_cpus
+    from stages.training.preflight import require
 
     inject.begin("crowd", ctx.state)
-    require_cpus(
+    require(
+        "CPU",
         workers=cfg.resources.workers,
-        cpus=1.0,
+        each=1.0,
         nodes=facts(),
-        free=lambda: ray.available_resources().get("CPU", 0.0),
+        free=ray.available_resources,
         fields=("stages.crowd.resources.workers", "stages.crowd.resources.cpus"),
     )
     group: Any = placement_group([{"CPU": 1.0}] * cfg.resources.workers)

@@ -198,3 +198,39 @@ def test_an_adapter_brings_its_base_to_the_node(remote: AppConfig) -> None:
     adapter = put(**{"base.json": json.dumps({"digest": base}).encode()})
     found = Checkpoint(uri=f"{remote.store.root}/objects/{adapter}", digest=adapter).local()
     assert (found.parent / base / "model.safetensors").read_bytes() == b"weights"
+
+
+TWO_NODES = """
+import ray
+from ray.cluster_utils import Cluster
+from pipelines import host
+from stages.contract import StageResources
+from stages.training.resources import TrainResources
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 10**8})
+cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=10**8)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+cluster.wait_for_nodes()
+(gpus,) = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")]
+where = ray.remote(num_cpus=0, max_calls=1)(lambda: ray.get_runtime_context().get_node_id())
+for resources in (TrainResources(), TrainResources(gpus_per_worker=0), StageResources()):
+    strategy = host._place(resources)
+    print(strategy is None or ray.get(where.options(scheduling_strategy=strategy).remote()) == gpus, strategy is None)
+holder = ray.remote(num_gpus=2)(lambda: __import__("time").sleep(60)).remote()
+while ray.available_resources().get("GPU", 0.0):
+    pass
+print(host._place(TrainResources()))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_stage_that_trains_goes_to_the_node_with_free_gpus(tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_NODES], env=environment, capture_output=True, text=True, timeout=120
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith(("True", "False", "None"))]
+    assert said == ["True False", "True True", "True True", "None"], done.stdout + done.stderr

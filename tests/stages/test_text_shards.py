@@ -86,8 +86,23 @@ def test_packed_rows_are_read_as_arrays_with_positions_that_restart_at_each_docu
     assert split.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]]
     assert split.labels.tolist() == [[-100, 2, 3, 4], [-100, 6, 7, 8], [-100, 9, 9, 9]]
     assert [starts.tolist() for starts in split.document_starts] == [[0, 2], [0], [0, 1, 3]]
-    assert [split.position_ids(row).tolist() for row in range(3)] == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 0, 1, 0]]
+    ids, labels, places = split.trimmed(np.arange(2))
+    assert ids.tolist() == split.input_ids[:2].tolist() and labels.tolist() == split.labels[:2].tolist()
+    assert places.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3]]
     assert positions(np.array([0, 3], np.int32), 5).tolist() == [0, 1, 2, 0, 1]
+
+
+def test_rows_are_cut_where_the_longest_of_them_ends_and_padding_is_no_document() -> None:
+    ids = np.array([[5, 6, 7, 8, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]], np.int32)
+    labels = np.where((ids == 0) | (np.arange(8) == 0), -100, ids).astype(np.int32)
+    starts = [np.array(of_row, np.int32) for of_row in ([0, 2, 4], [0, 2], [0])]
+    split = PackedSplit(ids, labels, starts, ["a"] * 3)
+    assert split.lengths.tolist() == [4, 2, 8]
+    cut, taught, places = split.trimmed(np.array([1, 0]))
+    assert cut.tolist() == [[5, 6, 0, 0], [5, 6, 7, 8]]
+    assert taught.tolist() == [[-100, 6, -100, -100], [-100, 6, 7, 8]]
+    assert places.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert split.trimmed(np.arange(3))[0].shape == (3, 8)
 
 
 def test_rows_of_unequal_length_are_no_packed_split(tmp_path: Path) -> None:

@@ -1,13 +1,24 @@
 """The arithmetic of what a run needs, against published numbers and against what the library really builds and keeps."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from stages.contract import ResourcesUnavailable
 from stages.training import model as models
 from stages.training import recompute
-from stages.training.config import ModelConfig
-from stages.training.estimate import ModelShape, flops_per_token, require_room, training, utilisation
+from stages.training.config import Adapter, ModelConfig
+from stages.training.estimate import (
+    ModelShape,
+    adapter_numbers,
+    duration,
+    flops_per_token,
+    gigabytes,
+    require_room,
+    training,
+    utilisation,
+)
 from stages.training.loss import SummedLoss
 
 LLAMA_3_1_8B = {
@@ -135,3 +146,35 @@ def test_what_fits_is_not_refused_and_workers_of_one_machine_share_it():
 
 def test_an_architecture_in_other_names_is_not_estimated():
     assert ModelShape.of({"n_embd": 768, "n_layer": 12}) is None
+
+
+SHOWN = {
+    "135 M (SmolLM2)": (576, 1536, 30, 9, 3, 64, 49152, True),
+    "1.2 G (Llama 3.2 1B)": (2048, 8192, 16, 32, 8, 64, 128256, True),
+    "8.0 G (Llama 3.1 8B)": (4096, 14336, 32, 32, 8, 128, 128256, False),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_memory_that_the_documentation_tells_is_what_a_plan_would_say(name):
+    names = ("hidden", "intermediate", "layers", "heads", "key_value_heads", "head_dim", "vocabulary", "tied")
+    shape = ModelShape(**dict(zip(names, SHOWN[name], strict=True)))
+    ways = (
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "trained": adapter_numbers(shape, Adapter())},
+        {"gradient_checkpointing": True, "bfloat16": True, "sharded": True, "workers": 8},
+    )
+    found = [training(shape, length=512, micro_batch_rows=4, positions=0, data_tokens=0, **way).memory for way in ways]
+    row = f"| {name} | " + " | ".join(gigabytes(size) for size in found) + " |"
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    assert row in text
+    if name.startswith("135"):
+        hours = training(shape, length=512, micro_batch_rows=4, positions=10**6, data_tokens=0).seconds
+        card = training(
+            shape, length=512, micro_batch_rows=4, positions=10**9, data_tokens=0, flops_per_second=0.4 * 989e12
+        )
+        assert (
+            f"{duration(hours).removesuffix(' h')} hours" in text
+            and f"{card.seconds / 60:.0f} minutes on an H100" in text
+        )

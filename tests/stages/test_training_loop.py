@@ -66,6 +66,47 @@ def test_accumulated_gradients_equal_one_mean_over_unpacked_documents(data, tmp_
     assert difference < 1e-6
 
 
+def one_document_a_row(split: PackedSplit) -> PackedSplit:
+    """The first document of each row, the rest of the row padding: as `packing=none` lays them."""
+    ends = np.array([starts[1] if len(starts) > 1 else tiny.LENGTH for starts in split.document_starts])
+    beyond = np.arange(tiny.LENGTH) >= ends[:, None]
+    starts = [np.array([0, end] if end < tiny.LENGTH else [0], np.int32) for end in ends]
+    ids, labels = np.where(beyond, 0, split.input_ids), np.where(beyond, -100, split.labels)
+    return PackedSplit(ids.astype(np.int32), labels.astype(np.int32), starts, split.sources)
+
+
+@pytest.mark.parametrize("micro_batch_rows", [1, 3, 8])
+def test_rows_of_one_document_are_computed_without_their_padding_and_without_a_mask(data, tmp_path, micro_batch_rows):
+    cfg = config(resources={"micro_batch_rows": micro_batch_rows})
+    training = Training(job(cfg, data, tmp_path), World(0, 1), lambda: None)
+    training.resume()
+    training.objective.split = split = one_document_a_row(training.objective.split)
+    training.objective.lengths = split.lengths
+    rows = np.arange(8)
+    weight = int((split.labels[rows, 1:] != -100).sum())
+    loss, wanted = alone_gradients(training.model, split, rows)
+    batches = list(training._batches(rows))
+    assert training._backward(rows, weight)["loss"] / weight == pytest.approx(loss, abs=1e-6)
+    difference = max(float((p.grad - w).abs().max()) for p, w in zip(training.model.parameters(), wanted, strict=True))
+    assert difference < 1e-6
+    ordered = sorted(split.lengths[rows].tolist(), reverse=True)
+    assert [tuple(micro["input_ids"].shape) for micro in batches] == [
+        (len(ordered[first : first + micro_batch_rows]), ordered[first]) for first in range(0, 8, micro_batch_rows)
+    ]
+    assert all((micro["position_ids"].diff(dim=1) == 1).all() for micro in batches)
+
+
+def test_ranks_have_rows_of_like_length_and_together_each_row_once(data, tmp_path):
+    trainings = [Training(job(config(), data, tmp_path / str(r)), World(r, 2), lambda: None) for r in (0, 1)]
+    rows = trainings[0].sampler.step(0)
+    shares = [[micro["input_ids"] for micro in training._batches(rows)] for training in trainings]
+    assert [[len(ids) for ids in share] for share in shares] == [[2, 1], [2, 1]]
+    lengths = sorted(trainings[0].objective.lengths[rows].tolist(), reverse=True)
+    assert [[ids.shape[1] for ids in share] for share in shares] == [[lengths[0], lengths[4]], [lengths[1], lengths[5]]]
+    first = sorted(ids[:16].tolist() for share in shares for micro in share for ids in micro)
+    assert first == sorted(trainings[0].objective.split.input_ids[row, :16].tolist() for row in rows)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(data, tmp_path):
     rows = len(PackedSplit.read(data.local(), "train"))

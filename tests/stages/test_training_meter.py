@@ -3,14 +3,16 @@
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
 
 from stages.text.packed import PackedSplit
 from stages.training.config import Precision
 from stages.training.device import UNTRIED, peak_flops
+from stages.training.host import Host
 from stages.training.loop import Training
-from stages.training.loss import real_tokens
 from stages.training.memory import free_memory, resident
 from stages.training.meter import Meter, histogram, quantile
 from stages.training.world import World
@@ -84,7 +86,7 @@ def test_padding_is_the_last_document_of_one_id_without_a_label():
     labels = np.array([[-100, 6, 7, *[-100] * 3], [-100, 6, -100, -100, 9, 4], [-100] * 6, [-100, 6, 7, -100, 3, 3]])
     starts = [np.array(s, np.int32) for s in ([0, 3], [0, 3], [0], [0, 3])]
     split = PackedSplit(ids, labels.astype(np.int32), starts, ["a"] * 4)
-    assert real_tokens(split).tolist() == [3, 6, 6, 6]
+    assert split.lengths.tolist() == [3, 6, 6, 6]
 
 
 def test_a_run_on_a_device_that_no_test_has_used_says_so_first(tmp_path):
@@ -94,3 +96,20 @@ def test_a_run_on_a_device_that_no_test_has_used_says_so_first(tmp_path):
         training.resume()
         events = [line["event"] for line in tiny.lines(tmp_path / kind / "metrics.jsonl") if "event" in line]
         assert events == said
+
+
+def test_what_the_machine_does_is_told_in_mlflows_words_and_not_at_each_step(tmp_path):
+    host = Host(tmp_path, CPU, every_s=0.2)
+    assert host.sample() == {}
+    until, ones = time.monotonic() + 0.25, torch.ones(64, 64)
+    while time.monotonic() < until:
+        ones @ ones
+    found = host.sample()
+    assert host.sample() == {}
+    memory = psutil.virtual_memory()
+    assert found["system/system_memory_usage_percentage"] == pytest.approx(100 * memory.used / memory.total, abs=5)
+    assert found["system/process_memory_usage_megabytes"] == pytest.approx(resident() / 1e6, rel=0.1)
+    assert 5 < found["system/cpu_utilization_percentage"] <= 100  # one core of it worked
+    monitor = CPUMonitor()
+    monitor.collect_metrics()
+    assert {f"system/{name}" for name in monitor.aggregate_metrics()} < set(found)

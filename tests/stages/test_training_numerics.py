@@ -11,11 +11,11 @@ import transformers
 
 from stages.artifacts import Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
+from stages.text.packed import positions
 from stages.training import checkpoints, estimate, probes, recompute
 from stages.training import model as models
 from stages.training.config import Algorithm, EarlyStopping, ModelConfig, Optimizer, Precision, Schedule, Shape, Weights
 from stages.training.loop import Training, run
-from stages.training.loss import batch
 from stages.training.model import require_isolation
 from stages.training.stopping import Best
 from stages.training.world import World
@@ -174,11 +174,13 @@ def test_the_first_twenty_losses_are_those_of_transformers_trainer(data, tmp_pat
     training = Training(replace(given, work=tmp_path / "again"), World(0, 1), lambda: None)
     rows = np.concatenate([training.sampler.step(step) for step in range(20)])
     split = training.objective.split
-    # The library shifts labels itself; ours are shifted already.
+    # Whole rows, padding and all: the library shifts labels itself, and we leave away what pads all rows of a batch.
     items = []
     for row in rows:
-        one = {name: tensor[0] for name, tensor in batch(split, np.array([row])).items()}
-        items.append(one | {"labels": torch.from_numpy(split.labels[row].astype(np.int64))})
+        places = positions(split.document_starts[row], tiny.LENGTH)
+        one = {"input_ids": split.input_ids[row], "labels": split.labels[row], "position_ids": places}
+        items.append({name: torch.from_numpy(values.astype(np.int64)) for name, values in one.items()})
+    assert (split.lengths[rows] < tiny.LENGTH).any()
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path / "theirs"),
         use_cpu=True,
@@ -268,7 +270,15 @@ def test_a_run_says_what_it_expected_and_what_it_measured(data, tmp_path):
     assert first["plan"].startswith("4 steps of 6 rows, 3 accumulated, warm-up 0 steps; about ")
     facts = last["summary"]
     assert facts["timed_steps"] == 4 and last["histogram"].count("\n") == 10
-    assert facts["tokens_per_second_padded"] * facts["timed_seconds"] == pytest.approx(4 * 6 * tiny.LENGTH)
+    training = Training(job(cfg, data, tmp_path / "again"), World(0, 1), lambda: None)
+    computed = 0  # two rows at a time, the longest first, each as long as the longer of the two
+    for step in range(4):
+        ordered = sorted(
+            (int(training.objective.split.lengths[row]) for row in training.sampler.step(step)), reverse=True
+        )
+        computed += 2 * sum(ordered[::2])
+    assert facts["tokens_per_second_padded"] * facts["timed_seconds"] == pytest.approx(computed)
+    assert computed < 4 * 6 * tiny.LENGTH
     assert facts["tokens_per_second_unpadded"] < facts["tokens_per_second_padded"]
     assert facts["tokens_per_second_supervised"] < facts["tokens_per_second_unpadded"]
     assert 0 < facts["data_wait_share"] < 1

@@ -14,7 +14,7 @@ from stages.training.config import Adapter
 from stages.training.estimate import ModelShape, adapter_numbers
 from stages.training.loop import Training
 from stages.training.memory import free_memory, total_memory
-from stages.training.outlook import Given
+from stages.training.outlook import Given, _mean_length
 from stages.training.resources import Launcher
 from stages.training.world import World
 from tests.stages import tiny_dataset as tiny
@@ -52,6 +52,18 @@ def test_with_its_data_stored_it_is_what_the_run_says_at_its_start(tmp_path):
     cfg = config(launcher=Launcher.inline)
     planned = foreseen(cfg, {"dataset": stored(data.local())})
     assert planned == Training(job(cfg, data, tmp_path / "work"), World(0, 1), lambda: None).forecast.estimate
+
+
+def test_padding_takes_no_time_that_is_foreseen():
+    cfg = config(max_steps=None, epochs=1)
+    facts = {"sequence_length": 64, "vocab_size": 257, "train": {"rows": 60, "tokens": 60 * 16}}
+    short, full = (
+        foreseen(cfg, {"dataset": Given(StageConfig(), lambda name, train=train: facts | {"train": train})})
+        for train in (facts["train"], {"rows": 60})
+    )
+    assert short is not None and full is not None and short.seconds == pytest.approx(full.seconds / 4)
+    pairs = {"pairs": 10, "prompt_tokens": 100, "chosen_tokens": 60, "rejected_tokens": 20}
+    assert _mean_length(pairs, 512) == 14.0, "the prompt is read with either answer"
 
 
 def test_before_its_data_are_made_it_takes_the_length_of_rows_from_who_will_make_them():

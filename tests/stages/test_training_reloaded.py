@@ -2,7 +2,10 @@
 
 import json
 import multiprocessing
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,31 @@ def test_the_process_is_a_fresh_one_and_gone_afterwards(trained):
     finally:
         torch.set_default_dtype(torch.float32)
     assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from benchmarks import bare
+from stages.artifacts import TokenDataset
+from stages.train import train
+from tests.stages.training_jobs import config
+
+data, output, work = sys.argv[1:]
+train(config(max_steps=2), bare.context(Path(output), Path(work)), TokenDataset(uri=data))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_when_it_is_imported_is_told_so_and_trains_once(tmp_path):
+    for name in ("work", "output"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    given = [tiny.dataset(tmp_path / "data")[0].uri, str(tmp_path / "output"), str(tmp_path / "work")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "script.py"), *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert 'call train under `if __name__ == "__main__":`' in done.stderr
+    assert [line["step"] for line in tiny.lines(tmp_path / "work" / "metrics.jsonl") if "step" in line] == [1, 2]
+    assert not list((tmp_path / "output").iterdir()), "nothing is published that was not checked"

@@ -62,7 +62,8 @@ def dataset(root: Path, *, rows: int = 24, prompts: bool = False) -> tuple[Token
         first = _first_tokens(documents)  # of one byte each; all but EOS are text
         text_bytes = sum(len(text) - 1 for _, text in documents)
         summary[split] |= {"documents": count, "first_tokens": first, "unsupervised_bytes": first}
-        summary[split] |= {"supervised_bytes": text_bytes - first}
+        tokens = sum(len(prompt) + len(text) for prompt, text in documents)
+        summary[split] |= {"supervised_bytes": text_bytes - first, "tokens": tokens}
     order = sorted(range(len(columns["id"])), key=lambda i: columns["id"][i])
     (root / "corpus" / "rows").mkdir(parents=True)
     table = pyarrow.table({name: [values[i] for i in order] for name, values in columns.items()})
