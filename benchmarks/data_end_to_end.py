@@ -52,6 +52,7 @@ def run(bench: Bench) -> list[Result]:
     details["seconds_of_stages"] = {
         arm: {name: found[arm][-1][name] for name in ("ingest", "clean", "tokenize")} for arm in ("inline", "ray")
     }
+    details["cpu_seconds_on_ray"] = found["ray"][-1]["cpu_s"]
     details["ray_start_s"] = [one["start_s"] for one in found["ray"]]
     if own:
         details["datatrove_with_its_own_words"] = round(rate(own), 1)

@@ -6,8 +6,10 @@ that go the same way, before the clock runs; what that took is reported apart.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -109,6 +111,24 @@ def start_ray(source: Path, base: Path | None, work: Path, blocks: int, near: bo
     return time.perf_counter() - began
 
 
+def cpu_seconds() -> dict[str, float]:
+    """User and system seconds of this process and all below it so far: of the workers that carry out tasks (Ray names them so), and
+    of all that stands around them (this process, Ray's daemons and Ray Data's actors)."""
+    import psutil  # not in the environments of other arms, which import this module
+
+    from benchmarks.machine import Processes
+
+    processes = Processes()
+    processes.add(os.getpid())
+    found = {"workers": 0.0, "around": 0.0}
+    for process in processes.alive():
+        with contextlib.suppress(psutil.Error):
+            title, times = " ".join(process.cmdline()), process.cpu_times()
+            kind = "workers" if title.startswith(("ray::IDLE", "ray::Map")) else "around"
+            found[kind] += times.user + times.system
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("source", "base", "work"):
@@ -126,8 +146,10 @@ def main() -> None:
         import stages.text.cleaning
         import stages.text.ingesting
         import stages.text.tokenising  # noqa: F401
+    before = cpu_seconds()
     found = carry_out(how.source, how.base, how.work / "out", how.executor, how.blocks, how.near)
-    print(json.dumps({**found, "start_s": round(started, 2)}))
+    spent = {kind: round(seconds - before[kind], 1) for kind, seconds in cpu_seconds().items()}
+    print(json.dumps({**found, "start_s": round(started, 2), "cpu_s": spent}))
 
 
 if __name__ == "__main__":
