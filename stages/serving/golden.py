@@ -85,7 +85,8 @@ def check_in_clean_process(directory: Path, timeout_s: float) -> None:
 
 
 def _greedy(loaded: Any, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
-    from stages.serving.generate import Sampling, generate
+    from stages.serving.generate import generate
+    from stages.serving.sampling import Sampling
 
     return list(generate(loaded, prompt_ids, Sampling(max_tokens=max_tokens, temperature=0.0)))
 
