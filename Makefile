@@ -22,7 +22,7 @@ override TO := $(value TO)
 export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR ROWS SPLIT SEED IDS WHOLE
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why preview debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
+.PHONY: help setup run plan why preview debug config sweep best ui ask chat status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ ui: setup ## the MLflow UI on the store that the runs write to (PORT=5000)
 
 ask: setup ## ask the served model: make ask TEXT="os.path.join("
 	@$(RAYKEEL) ask $(ARGS)
+
+chat: setup ## talk with the served model in this terminal (a page for it: the endpoint's address in a browser)
+	@$(RAYKEEL) chat $(ARGS)
 
 status: setup ## what is served, registered, running and stored
 	@$(RAYKEEL) status $(ARGS)

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stages.serving.engine import Engine, timed_out
 from stages.serving.metrics import CONTENT_TYPE, Clock, Metrics
 from stages.serving.openapi import document
 from stages.serving.options import Identity, ServingOptions
+from stages.serving.page import page
 from stages.serving.protocol import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, Request, parse, unavailable
 from stages.serving.rows import Delta, Done, Ended, Event, Job, Read
 
@@ -30,8 +31,8 @@ PING_S = 15.0
 """A comment line is sent after this many silent seconds, so that proxies keep the connection open."""
 PING = b": ping\n\n"
 MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
-OPEN = ("/health", "/ready")
-"""Asked by machines that hold no key."""
+OPEN = ("/", "/health", "/ready")
+"""Asked by browsers and machines that hold no key."""
 ROUTES = (*OPEN, "/metrics", "/openapi.json", MODELS, COMPLETIONS, CHAT)
 
 
@@ -140,7 +141,9 @@ class App:
             body = await asgi.read_json_body(call.scope, call.receive, self.options.max_body_bytes)
             return await asgi.while_connected(call.receive, self._answer(call, body))
         if call.route == "/metrics":
-            return await self._send(call, 200, self.metrics.text(), CONTENT_TYPE)
+            return await self._send(call, 200, self.metrics.text(), {"content-type": CONTENT_TYPE})
+        if call.route == "/":
+            return await self._send(call, 200, *page())
         await self._json(call, 200, self._told(call))
 
     def _told(self, call: Call) -> dict[str, Any]:
@@ -178,7 +181,7 @@ class App:
     async def _preflight(self, call: Call) -> None:
         if "access-control-allow-origin" not in call.headers:
             raise ApiError(403, "pages of this origin may not ask here", code="origin_not_allowed")
-        await self._send(replace(call, headers=call.headers | door.PREFLIGHT), 204, b"")
+        await self._send(call, 204, b"", door.PREFLIGHT)
 
     async def _refuse(self, call: Call, error: ApiError) -> None:
         self.metrics.answered(call.route, error.status, error.body["error"]["code"])
@@ -188,9 +191,9 @@ class App:
         self.metrics.answered(call.route, status, None)
         await asgi.send_json(call.send, status, body, call.headers)
 
-    async def _send(self, call: Call, status: int, body: bytes, kind: str | None = None) -> None:
+    async def _send(self, call: Call, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.metrics.answered(call.route, status, None)
-        await asgi.send_bytes(call.send, status, body, {**call.headers, **({"content-type": kind} if kind else {})})
+        await asgi.send_bytes(call.send, status, body, {**call.headers, **headers})
 
     async def _answer(self, call: Call, body: bytes) -> None:
         chat = call.route == CHAT

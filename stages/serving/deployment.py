@@ -93,8 +93,8 @@ def application(deployed: Deployed, load_timeout_s: float) -> serve.Application:
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": deployed.num_cpus},
         # The app refuses what exceeds its own queue, with OpenAI's error body; Serve's limits are the outer net.
-        max_ongoing_requests=options.max_queue + LIGHT_REQUESTS,
-        max_queued_requests=options.max_queue + LIGHT_REQUESTS,
+        max_ongoing_requests=options.max_queue + options.max_batch + LIGHT_REQUESTS,
+        max_queued_requests=options.max_queue + options.max_batch + LIGHT_REQUESTS,
         backpressure_config={"status_code": 429, "retry_after_s": 1.0},
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
