@@ -29,6 +29,7 @@ COMMANDS = {
     "status": "pipelines.status:status",
     "ask": "pipelines.chat:ask",
     "chat": "pipelines.chat:chat",
+    "trace": "pipelines.trace:trace",
     "serve": "pipelines.rollout:serve",
     "rollback": "pipelines.rollout:rollback",
     "serve-config": "pipelines.serve_config:serve_config",

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ PING = b": ping\n\n"
 MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 OPEN = ("/", "/health", "/ready")
 """Asked by browsers and machines that hold no key."""
-ROUTES = (*OPEN, "/metrics", "/openapi.json", MODELS, COMPLETIONS, CHAT)
+ANSWERS = "/answers"
+REMEMBERED = 256
+"""Answers whose text is kept, in memory alone, for who knows their id."""
+ROUTES = (*OPEN, "/metrics", "/openapi.json", MODELS, f"{MODELS}/...", f"{ANSWERS}/...", COMPLETIONS, CHAT)
 
 
 def build_app(
@@ -81,6 +85,8 @@ class App:
         self.engine, self.identity, self.options = engine, identity, options
         self.metrics = Metrics(engine)
         self._created = int(time.time())
+        self._remembered: OrderedDict[str, list[str]] = OrderedDict()
+        """Id of an answer -> the texts of its choices, the oldest first."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "lifespan":
@@ -95,7 +101,8 @@ class App:
             await send(message)
 
         path = scope["path"]
-        route = f"{MODELS}/..." if path.startswith(f"{MODELS}/") else path if path in ROUTES else "other"
+        route = next((f"{place}/..." for place in (MODELS, ANSWERS) if path.startswith(f"{place}/")), path)
+        route = route if route in ROUTES else "other"
         headers = {
             "x-request-id": door.request_id(scope),
             "x-model-version": str(self.identity.version),
@@ -160,8 +167,23 @@ class App:
                 return document(self.identity)
             case "/v1/models":
                 return {"object": "list", "data": [self._model()]}
+        last = call.scope["path"].rpartition("/")[2]
+        if call.route == f"{ANSWERS}/...":
+            return self._answered(last)
         self._check_model(call.scope["path"].removeprefix(f"{MODELS}/"))
         return self._model()
+
+    def _answered(self, identifier: str) -> dict[str, Any]:
+        """What an answer said and what made it; ApiError 404 when it is not remembered."""
+        texts = self._remembered.get(identifier)
+        if texts is None:
+            raise ApiError(404, "no answer with this id is remembered here", code="answer_not_found")
+        return {"id": identifier, "texts": texts, **self.identity.fields()}
+
+    def _remember(self, body: Body) -> None:
+        self._remembered[body.id] = [choice.text for choice in body.choices]
+        while len(self._remembered) > REMEMBERED:
+            self._remembered.popitem(last=False)
 
     def _model(self) -> dict[str, Any]:
         loaded = self.engine.loaded
@@ -215,6 +237,7 @@ class App:
         finally:
             accepted.job.cancelled.set()
             accepted.clock.ended()
+            self._remember(accepted.body)
 
     async def _accept(self, request: Request, deadline: float) -> Accepted:
         """Tokenize and check a request against the model; everything that can be refused is refused here."""
