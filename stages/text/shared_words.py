@@ -68,4 +68,4 @@ def _words(text: str) -> list[str]:
 
 def _falling(row: str) -> tuple[int, ...]:
     """Orders ids the other way round: of two equal runs the row with the smaller id is shown first."""
-    return tuple(-ord(letter) for letter in row)
+    return (*(-ord(letter) for letter in row), 1)
