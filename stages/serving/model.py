@@ -69,13 +69,12 @@ class LoadedModel:
     ) -> torch.Tensor:
         """Logits [rows, keep, vocab_size] of the last `keep` places (0: of all) of rows of ids that go on from `cache`, which grows.
 
-        Positions are always said where the model takes them: some models count every call from nought, others by the cache's
-        width. `mask` [rows, cached + new]: 1 for what is a token; `positions` [rows, new]: where padding stands before rows.
+        `positions` [rows, new]: of each id in its text; None: the text begins here. They are always said where the model takes them: some
+        models count every call from nought, others by the cache's width. `mask` [rows, cached + new]: 1 for what is a token.
         """
         tokens = torch.tensor(ids, dtype=torch.long)
         if positions is None:
-            before = int(cache.get_seq_length())
-            positions = torch.arange(before, before + tokens.shape[1]).expand(tokens.shape[0], -1)
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
         said = {"position_ids": positions} if self._takes_positions else {}
         output = self.model(
             input_ids=tokens, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=keep, **said

@@ -286,7 +286,7 @@ def test_wrong_routes_methods_and_types_have_the_same_error_shape(plain: Running
         return answer[0], answer[1], json.loads(answer[2])
 
     assert_error(error(plain.raw("GET", "/v1/nothing")), 404, None)
-    assert_error(error(plain.raw("GET", "/")), 404, None)
+    assert_error(error(plain.raw("GET", "/v1")), 404, None)
     wrong = error(plain.raw("GET", "/v1/completions"))
     assert_error(wrong, 405, None)
     assert wrong[1]["allow"] == "POST"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -33,12 +34,7 @@ from tests.stages.serving_server import (
 )
 from tests.stages.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
-TOOL_TEMPLATE = (
-    "{% if tools %}tools:{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}"
-    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
+TOOL_TEMPLATE = (Path(__file__).parents[1] / "data" / "chat_templates" / "qwen25.jinja").read_text("utf-8")
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CHAT_PATH = "/v1/chat/completions"
 
@@ -157,16 +153,18 @@ def test_a_bias_forces_and_bans_and_penalties_are_taken_off_what_was_said(plain:
     # By hand: the same formula on the logits of plain passes.
     ids, made = loaded.tokenizer("ab").input_ids, list[int]()
     for _ in range(6):
-        with torch.inference_mode():
-            logits = loaded.model(input_ids=torch.tensor([[*ids, *made]])).logits[0, -1].float()
+        with torch.no_grad():
+            logits = loaded.model(input_ids=torch.tensor([[*ids, *made]])).logits[0, -1].float().clone()
         for token in every:
             logits[int(token)] += 100
         for token in set(made):
             logits[token] -= 2 + 2 * made.count(token)
         made.append(int(logits.argmax()))
     assert once == loaded.tokenizer.decode(made)
-    banned = plain.complete(**{**asked, "prompt": "a"})[2]["choices"][0]["logprobs"]
-    assert banned is None
+    free = plain.complete(**asked)[2]["choices"][0]["text"]
+    first = loaded.tokenizer(free).input_ids[0]
+    banned = plain.complete(**asked, logit_bias={str(first): -100}, logprobs=0)[2]["choices"][0]["logprobs"]
+    assert free[0] not in banned["tokens"] and len(banned["tokens"]) == 6
 
 
 def test_the_template_is_shown_the_tools_and_the_calls(tooled: Running) -> None:
