@@ -23,6 +23,7 @@ from stages.serving.options import ServingOptions
 
 if TYPE_CHECKING:
     from stages.serving.golden import Question
+    from stages.serving.smoke import Smoke
 
 CHAMPION, PREVIOUS = "champion", "previous"
 CPU_WAIT_S = 15.0
@@ -38,11 +39,13 @@ class DeployResources(StageResources):
     """Threads of the model's matrix products."""
     rollout_timeout_s: float = 120.0
     """Seconds for the new version to load and answer; then the old one stays."""
+    max_latency_ratio: float | None = 3.0
+    """An answer of the new version may take so many times the seconds of the one it replaces; above, the old one comes back. Null: any."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_cpus", "threads", "rollout_timeout_s"):
-            if getattr(self, name) <= 0:
+        for name in ("num_cpus", "threads", "rollout_timeout_s", "max_latency_ratio"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {getattr(self, name)}")
 
     def cpus_wanted(self) -> float:
@@ -231,12 +234,16 @@ def _roll_out(
         raise
     deployed = replace(deployed, base_url=_base_url(cfg.host, port))
     deployment.require_cpus(deployed.num_cpus, CPU_WAIT_S)
+    usual_s = _seconds(before, questions) if before is not None and something_serves else None
     ctx.progress(0.3, "starting the new version")
     try:
         deployment.begin(deployed, timeout_s)
         deployment.wait_serving(deployed, timeout_s, ctx.progress)
         ctx.progress(0.85, "asking the golden questions")
         _ask(deployed, questions)
+        _smoke(deployed).check(questions[0].prompt_ids)
+        if usual_s is not None:
+            _require_speed(cfg, deployed, questions, usual_s)
     except BaseException as error:
         wait_s = timeout_s if isinstance(error, Exception) else 0.0
         kept = deployment.restore(deployed, before if something_serves else None, something_serves, wait_s)
@@ -264,6 +271,31 @@ def _ask(deployed: Deployed, questions: "list[Question]") -> None:
                 f"golden question {number} is answered differently at {deployed.base_url} than where "
                 f"{deployed.model}@{deployed.version} was made"
             )
+
+
+def _smoke(deployed: Deployed) -> "Smoke":
+    from stages.serving.smoke import Smoke
+
+    return Smoke(deployed.base_url, deployed.model, client_key(deployed.api_key_env))
+
+
+def _seconds(before: Deployed, questions: "list[Question]") -> float | None:
+    """How long an answer of what serves takes, through the same address; None when it refuses (its context is shorter, say)."""
+    import openai
+
+    try:
+        return _smoke(before).seconds(questions[0].prompt_ids)
+    except openai.OpenAIError:
+        return None
+
+
+def _require_speed(cfg: DeployConfig, deployed: Deployed, questions: "list[Question]", usual_s: float) -> None:
+    taken_s, most = _smoke(deployed).seconds(questions[0].prompt_ids), cfg.resources.max_latency_ratio
+    if most is not None and taken_s > most * usual_s:
+        raise StageError(
+            f"{deployed.model}@{deployed.version} takes {taken_s:.2f} s for an answer, {taken_s / usual_s:.1f} times as long as what it "
+            f"replaces; at most {most:g} times is allowed (stages.deploy.resources.max_latency_ratio)"
+        )
 
 
 def _move_aliases(registry: Registry, name: str, version: int) -> None:

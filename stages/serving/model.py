@@ -52,7 +52,7 @@ class LoadedModel:
 
     @functools.cached_property
     def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(type(self.model).forward).parameters
+        return "position_ids" in inspect.signature(self.model.forward).parameters
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)
