@@ -4,6 +4,7 @@ talked with: an answer shows as it comes, Ctrl-C ends the answer and not the con
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from pipelines.console import Console
 from pipelines.mistakes import ConfigError
 from stages.contract import ResourcesUnavailable, StageError
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HELP = """\
   /system TEXT         what the model is told before the conversation (alone: nothing)
   /temperature NUMBER  0 takes the likeliest word each time, 1 draws from all
@@ -30,7 +32,7 @@ def ask(console: Console, overrides: list[str], conf: str | None) -> int:
     # Straight to stdout: a model's text is neither wrapped nor coloured, and each piece shows as it comes.
     _write(text)
     for piece in asker.stream([{"role": "user", "content": text}]):
-        _write(piece)
+        _write(shown(piece))
     _write("\n")
     cut = ", cut: the answer may have 64" if asker.said.finish_reason == "length" else ""
     console.line(f"{endpoint['model']}@{endpoint['version']}, {asker.said.tokens} tokens{cut}, {asker.said.id}")
@@ -40,7 +42,7 @@ def ask(console: Console, overrides: list[str], conf: str | None) -> int:
 def chat(console: Console, overrides: list[str], conf: str | None) -> int:
     """A conversation until its end of file. Lines come from a terminal, or from a pipe, one question a line."""
     endpoint = _endpoint(overrides, conf)
-    conversation = Conversation(_asker(endpoint, temperature=0.7, max_tokens=512))
+    conversation = Conversation(_asker(endpoint, temperature=0.7, max_tokens=None))
     talking = sys.stdin.isatty()
     if talking:
         console.line(f"{endpoint['model']}@{endpoint['version']}; /help says what else may be typed, Ctrl-D ends")
@@ -54,7 +56,7 @@ def chat(console: Console, overrides: list[str], conf: str | None) -> int:
         try:
             with contextlib.closing(conversation.say(line)) as answer:
                 for piece in answer:
-                    _write(piece)
+                    _write(shown(piece))
         except KeyboardInterrupt:
             _write(" [stopped]")
         except StageError as error:
@@ -144,6 +146,14 @@ def _lines(prompt: str) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip("\n")
+
+
+def shown(piece: str, terminal: bool | None = None) -> str:
+    """A model's words as a terminal may have them: what would move its cursor, recolour it or type into it is a mark. Into a pipe they go
+    as they are."""
+    if not (sys.stdout.isatty() if terminal is None else terminal):
+        return piece
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", piece)
 
 
 def _write(text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.chat import Conversation
+from pipelines.chat import Conversation, shown
 from pipelines.config import ROOT
 from stages.serving.endpoint import Deployed, write_record
 from stages.serving.options import ServingOptions, key_digest
@@ -67,7 +67,6 @@ def test_lines_of_a_pipe_are_a_conversation(guarded: Running, state: Path) -> No
 
     answer = json.loads(asked[2])["choices"][0]["message"]["content"]
     assert made.stdout.startswith(f"temperature is 0.0\nmax_tokens is 8\n{answer}\n")
-    assert "\x1b" not in made.stdout  # no colours where no terminal is
 
 
 def test_ask_says_who_answered_and_under_which_id(state: Path) -> None:
@@ -105,6 +104,12 @@ def test_an_answer_that_was_stopped_stays_as_far_as_it_came() -> None:
     assert conversation.turns == [{"role": "user", "content": "one two three"}, {"role": "assistant", "content": "one"}]
     assert "".join(conversation.say("four")) == "four"
     assert [turn["content"] for turn in parrot.heard[-1]] == ["one two three", "one", "four"]
+
+
+def test_a_models_words_cannot_command_a_terminal() -> None:
+    words = "a\tb\nc\x1b]0;title\x07\x1b[31m\r\x9b2J é 🙂"
+    assert shown(words, terminal=True) == "a\tb\nc\ufffd]0;title\ufffd\ufffd[31m\ufffd\ufffd2J é 🙂"
+    assert shown(words, terminal=False) == words
 
 
 def test_commands_change_the_conversation_and_refuse_what_they_cannot_take() -> None:

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stages.serving import asgi
 from stages.serving.model import LoadedModel, load_model
 from stages.serving.options import ServingOptions, key_digest
+from stages.serving.protocol import ChatRequest, parse
 from tests.stages.serving_server import (
     CONTEXT,
     DIGEST,
@@ -167,37 +168,16 @@ def test_a_bias_forces_and_bans_and_penalties_are_taken_off_what_was_said(plain:
     assert free[0] not in banned["tokens"] and len(banned["tokens"]) == 6
 
 
-def test_the_template_is_shown_the_tools_and_the_calls(tooled: Running) -> None:
-    messages: list[Any] = [
-        {"role": "user", "content": "rain?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "dry"},
-    ]
+def test_the_template_is_shown_the_tools(tooled: Running) -> None:
+    messages: list[Any] = [{"role": "user", "content": "rain?"}]
+    tools: Any = [WEATHER]
     shown = tooled.client.chat.completions.create(
-        model=NAME,
-        messages=messages,
-        tools=[WEATHER],
-        temperature=0,
-        max_tokens=8,  # type: ignore[list-item]
+        model=NAME, messages=messages, tools=tools, temperature=0, max_tokens=8
     )
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     template = load_model(tooled.directory).template
     assert template is not None
-    ids = template.prompt_ids(
-        [
-            messages[0],
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "c1", "content": "dry"},
-        ],
-        [WEATHER],
-    )
-    assert shown.usage is not None and shown.usage.prompt_tokens == len(ids)
+    ids = template.prompt_ids(messages, tools)
+    assert shown.usage is not None and shown.usage.prompt_tokens == len(ids) > len(template.prompt_ids(messages))
     same = tooled.complete(prompt=ids, max_tokens=8, temperature=0)[2]["choices"][0]["text"]
     assert shown.choices[0].message.content == same
     hidden = tooled.post(CHAT_PATH, messages=messages[:1], tools=[WEATHER], tool_choice="none")[2]["usage"]
@@ -208,6 +188,34 @@ def test_the_template_is_shown_the_tools_and_the_calls(tooled: Running) -> None:
         )
     for tools in ([{"type": "function"}], [{"type": "function", "function": {}}], "weather"):
         assert_error(tooled.post(CHAT_PATH, messages=messages[:1], tools=tools), 400, "tools")
+
+
+def test_calls_and_their_results_are_handed_on_in_canonical_form() -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    body = {
+        "model": NAME,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "ra"}, {"type": "text", "text": "in?"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "dry"},
+        ],
+    }
+    request = parse(ChatRequest, json.dumps(body).encode())
+    assert [message.canonical() for message in request.messages] == [
+        {"role": "user", "content": "rain?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+            ],
+        },
+        {"role": "tool", "content": "dry", "tool_call_id": "c1"},
+    ]
 
 
 def test_a_template_without_tools_refuses_them(chat: Running) -> None:
