@@ -19,10 +19,10 @@ override SWEEP := $(value SWEEP)
 override WHAT := $(value WHAT)
 override MODEL := $(value MODEL)
 override TO := $(value TO)
-export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR ROWS SPLIT SEED IDS WHOLE
+export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR ROWS SPLIT SEED IDS WHOLE CHECK ID
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why preview debug config sweep best ui ask status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
+.PHONY: help setup run plan why preview debug config sweep best ui ask chat trace serve serve-config rollback status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -74,6 +74,21 @@ ui: setup ## the MLflow UI on the store that the runs write to (PORT=5000)
 
 ask: setup ## ask the served model: make ask TEXT="os.path.join("
 	@$(RAYKEEL) ask $(ARGS)
+
+chat: setup ## talk with the served model in this terminal (a page for it: the endpoint's address in a browser)
+	@$(RAYKEEL) chat $(ARGS)
+
+trace: setup ## from an answer to its origin: make trace ID=<response id> (TEXT="the answer" when the endpoint forgot it)
+	@$(RAYKEEL) trace $(ARGS)
+
+serve: setup ## serve a registered version: make serve MODEL=models:/quickstart@champion
+	@$(RAYKEEL) serve $(ARGS)
+
+rollback: setup ## serve the version before again (TO=3: that one), under the same options
+	@$(RAYKEEL) rollback $(ARGS)
+
+serve-config: setup ## Ray Serve's own YAML of an endpoint: make serve-config MODEL=models:/quickstart@champion TO=serve.yaml (CHECK=serve.yaml)
+	@$(RAYKEEL) serve-config $(ARGS)
 
 status: setup ## what is served, registered, running and stored
 	@$(RAYKEEL) status $(ARGS)

@@ -26,6 +26,7 @@ BENCHES = {
     "orchestration": 180,
     "actor_call": 180,
     "serve_overhead": 240,
+    "serve_engine": 3600,
     "clean_memory": 600,
     "data_minhash": 1800,
     "data_end_to_end": 3600,

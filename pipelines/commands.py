@@ -2,7 +2,6 @@
 turns failures into messages; commands with a topic of their own stand in its module.
 """
 
-import itertools
 import os
 import sys
 import time
@@ -60,25 +59,6 @@ def config(console: Console, overrides: list[str], conf: str | None) -> int:
 
     node = compose_node(overrides, conf)
     console.line(redacted(OmegaConf.to_yaml(node, resolve=True).rstrip()))
-    return 0
-
-
-def ask(console: Console, overrides: list[str], conf: str | None) -> int:
-    from pipelines import cluster
-    from stages.contract import ResourcesUnavailable
-    from stages.serving.ask import stream_answer
-
-    text = os.environ.get("TEXT") or os.environ.get("RAYKEEL_TEXT") or ""
-    if not text:
-        raise ConfigError('nothing to ask: make ask TEXT="os.path.join("')
-    app = compose(overrides, conf)
-    endpoint = cluster.endpoint_record(app.state_root)
-    if endpoint is None:
-        raise ResourcesUnavailable("nothing is served by this project now: make run starts an endpoint")
-    # Straight to stdout: a model's text is neither wrapped nor coloured, and each piece shows as it comes.
-    for piece in itertools.chain([text], stream_answer(endpoint["base_url"], text), ["\n"]):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
     return 0
 
 

@@ -7,6 +7,7 @@ golden questions before the old one ends, and the alias `champion` moves last.""
 import contextlib
 import fcntl
 import ipaddress
+import os
 import re
 import time
 import uuid
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Endpoint, ModelVersion
 from stages.contract import Context, Registry, StageConfig, StageError, StageResources, stage
-from stages.serving.endpoint import Deployed, ask_ready, read_record, write_record
+from stages.serving.endpoint import Deployed, ask_ready, client_key, key_digests, read_record, write_record
 from stages.serving.options import ServingOptions
 
 if TYPE_CHECKING:
     from stages.serving.golden import Question
+    from stages.serving.smoke import Smoke
 
 CHAMPION, PREVIOUS = "champion", "previous"
 CPU_WAIT_S = 15.0
@@ -37,11 +39,13 @@ class DeployResources(StageResources):
     """Threads of the model's matrix products."""
     rollout_timeout_s: float = 120.0
     """Seconds for the new version to load and answer; then the old one stays."""
+    max_latency_ratio: float | None = 3.0
+    """An answer of the new version may take so many times the seconds of the one it replaces; above, the old one comes back. Null: any."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_cpus", "threads", "rollout_timeout_s"):
-            if getattr(self, name) <= 0:
+        for name in ("num_cpus", "threads", "rollout_timeout_s", "max_latency_ratio"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"resources.{name} must be above 0, got {getattr(self, name)}")
 
     def cpus_wanted(self) -> float:
@@ -55,49 +59,77 @@ class DeployConfig(StageConfig):
     endpoint: str = "raykeel"
     """Name of the Serve application. One cluster serves one endpoint, at `/`."""
     host: str = "127.0.0.1"
-    """Address to bind; a loopback address, because the endpoint asks for no key."""
+    """Address to bind: a loopback address, or with `api_key_env` another one of this machine's (0.0.0.0: all)."""
     port: int = 8000
     """Port to bind, or the next free one when it is taken. A running proxy keeps its port until `make down`."""
     max_tokens: int | None = None
     """Most tokens of one answer; null: what the model's context leaves after the prompt."""
+    max_batch: int = 8
+    """Answers that grow at once, one for each choice; each makes the others a little slower, and all of them together faster."""
+    max_batch_tokens: int = 16_384
+    """Tokens that the model's cache may come to hold: answers at once times the longest of them, prompt and `max_tokens` together. It
+    bounds memory; one answer is always let in."""
+    prefill_chunk: int = 64
+    """Tokens of a new prompt that are read between two tokens of the answers that grow meanwhile: more, and a long prompt is answered
+    sooner; fewer, and others wait less."""
     max_queue: int = 64
     """Requests that may wait for the model; one more is refused with 429."""
     request_timeout_s: float = 120.0
     """Seconds from a request's arrival to the end of its answer; then it is ended with an error."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that clients must send as `Authorization: Bearer KEY` (several parted by commas).
+    Null: no key is asked for. Only the name and the SHA-256 of each key are kept."""
+    cors_origins: list[str] = field(default_factory=list)
+    """Origins whose pages may read answers in a browser, such as https://app.example.com. None by default; `*` is refused."""
     resources: DeployResources = field(default_factory=DeployResources)
     """How it is computed."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", self.endpoint):
             raise ValueError(f"endpoint must be letters, digits, - and _, got {self.endpoint!r}")
-        if not _is_loopback(self.host):
+        address = _address(self.host)
+        if address is None or not (address.is_loopback or self.api_key_env):
             raise ValueError(
                 f"host must be a loopback address such as 127.0.0.1, got {self.host!r}; an endpoint without a key is not "
-                "opened to a network, put an authenticating proxy in front of it"
+                "opened to a network: set api_key_env to the name of the variable that holds one"
             )
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise ValueError(
+                "api_key_env must be the name of an environment variable, such as MODEL_API_KEY, not a key"
+            )
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"https?://[A-Za-z0-9.-]+(:\d{1,5})?", origin):
+                raise ValueError(f"cors_origins must be origins such as https://app.example.com, got {origin!r}")
         if not 1 <= self.port <= 65535:
             raise ValueError(f"port must be within 1..65535, got {self.port}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be null or at least 1, got {self.max_tokens}")
-        if self.max_queue < 1:
-            raise ValueError(f"max_queue must be at least 1, got {self.max_queue}")
+        for name in ("max_batch", "max_batch_tokens", "prefill_chunk", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
 
     def options(self) -> ServingOptions:
+        """StageError when the variable of `api_key_env` is not set."""
         return ServingOptions(
             max_tokens=self.max_tokens,
+            max_batch=self.max_batch,
+            max_batch_tokens=self.max_batch_tokens,
+            prefill_chunk=self.prefill_chunk,
             max_queue=self.max_queue,
             request_timeout_s=self.request_timeout_s,
+            key_digests=key_digests(self.api_key_env),
+            cors_origins=tuple(self.cors_origins),
             threads=self.resources.threads,
         )
 
 
-def _is_loopback(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | None:
     try:
-        return ipaddress.IPv4Address(host).is_loopback
+        return ipaddress.IPv4Address(host)
     except ValueError:
-        return False
+        return None
 
 
 def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | None:
@@ -106,6 +138,8 @@ def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | No
     record = read_record(state)
     if record is None:
         return "nothing is deployed from here"
+    if record.api_key_env in os.environ and key_digests(record.api_key_env) != record.options.key_digests:
+        return f"{record.api_key_env} holds another key than the endpoint asks for"
     ready = ask_ready(record.base_url)
     if ready is None:
         return f"the endpoint does not answer at {record.base_url}"
@@ -116,6 +150,7 @@ def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | No
 
 def replaces(cfg: DeployConfig, state: Path) -> str | None:
     """`name@version` that a roll-out to this endpoint would replace, or None when nothing serves there."""
+    key_digests(cfg.api_key_env)  # a key that is missing is told before anything is trained
     record = read_record(state)
     if record is None or record.application != cfg.endpoint or not record.serves(ask_ready(record.base_url)):
         return None
@@ -164,7 +199,7 @@ def _wanted(cfg: DeployConfig, model: ModelVersion, port: int) -> Deployed:
     options = cfg.options()
     return Deployed(
         application=cfg.endpoint,
-        base_url=f"http://{cfg.host}:{port}",
+        base_url=_base_url(cfg.host, port),
         model=facts["name"],
         version=facts["version"],
         digest=facts["digest"],
@@ -173,7 +208,13 @@ def _wanted(cfg: DeployConfig, model: ModelVersion, port: int) -> Deployed:
         uri=facts["uri"],
         num_cpus=cfg.resources.num_cpus,
         options=options,
+        api_key_env=cfg.api_key_env,
     )
+
+
+def _base_url(host: str, port: int) -> str:
+    """Where this machine reaches the endpoint."""
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
 def _roll_out(
@@ -191,14 +232,18 @@ def _roll_out(
     except BaseException:
         deployment.cancel_trial(running_trial)
         raise
-    deployed = replace(deployed, base_url=f"http://{cfg.host}:{port}")
+    deployed = replace(deployed, base_url=_base_url(cfg.host, port))
     deployment.require_cpus(deployed.num_cpus, CPU_WAIT_S)
+    usual_s = _seconds(before, questions) if before is not None and something_serves else None
     ctx.progress(0.3, "starting the new version")
     try:
         deployment.begin(deployed, timeout_s)
         deployment.wait_serving(deployed, timeout_s, ctx.progress)
         ctx.progress(0.85, "asking the golden questions")
         _ask(deployed, questions)
+        _smoke(deployed).check(questions[0].prompt_ids)
+        if usual_s is not None:
+            _require_speed(cfg, deployed, questions, usual_s)
     except BaseException as error:
         wait_s = timeout_s if isinstance(error, Exception) else 0.0
         kept = deployment.restore(deployed, before if something_serves else None, something_serves, wait_s)
@@ -212,7 +257,8 @@ def _ask(deployed: Deployed, questions: "list[Question]") -> None:
     """The golden questions through the public address: what a client gets is what was recorded where the model was made."""
     import openai
 
-    client = openai.OpenAI(base_url=f"{deployed.base_url}/v1", api_key="none", max_retries=2, timeout=60)
+    key = client_key(deployed.api_key_env)
+    client = openai.OpenAI(base_url=f"{deployed.base_url}/v1", api_key=key, max_retries=2, timeout=60)
     for number, question in enumerate(questions):
         try:
             answer: Any = client.completions.create(
@@ -225,6 +271,31 @@ def _ask(deployed: Deployed, questions: "list[Question]") -> None:
                 f"golden question {number} is answered differently at {deployed.base_url} than where "
                 f"{deployed.model}@{deployed.version} was made"
             )
+
+
+def _smoke(deployed: Deployed) -> "Smoke":
+    from stages.serving.smoke import Smoke
+
+    return Smoke(deployed.base_url, deployed.model, client_key(deployed.api_key_env))
+
+
+def _seconds(before: Deployed, questions: "list[Question]") -> float | None:
+    """How long an answer of what serves takes, through the same address; None when it refuses (its context is shorter, say)."""
+    import openai
+
+    try:
+        return _smoke(before).seconds(questions[0].prompt_ids)
+    except openai.OpenAIError:
+        return None
+
+
+def _require_speed(cfg: DeployConfig, deployed: Deployed, questions: "list[Question]", usual_s: float) -> None:
+    taken_s, most = _smoke(deployed).seconds(questions[0].prompt_ids), cfg.resources.max_latency_ratio
+    if most is not None and taken_s > most * usual_s:
+        raise StageError(
+            f"{deployed.model}@{deployed.version} takes {taken_s:.2f} s for an answer, {taken_s / usual_s:.1f} times as long as what it "
+            f"replaces; at most {most:g} times is allowed (stages.deploy.resources.max_latency_ratio)"
+        )
 
 
 def _move_aliases(registry: Registry, name: str, version: int) -> None:

@@ -171,7 +171,7 @@ def _ask_checkpoint(
 ) -> None:  # fmt: skip
     """Windows of rows, through the pool's copies of the model."""
     from stages.serving.answering import Answering, Task
-    from stages.serving.generate import Sampling
+    from stages.serving.sampling import Sampling
     from stages.text.blocks import pooled
 
     if not cfg.resources.inline():

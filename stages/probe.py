@@ -8,6 +8,7 @@ from typing import Any
 
 from stages.artifacts import Endpoint, ProbeReport
 from stages.contract import Context, ResourcesUnavailable, StageConfig, StageError, stage
+from stages.serving.endpoint import ask_ready, client_key
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,8 @@ def probe(cfg: ProbeConfig, ctx: Context, endpoint: Endpoint) -> ProbeReport:
     import openai
 
     facts = endpoint.summary()
-    client = openai.OpenAI(base_url=f"{facts['base_url']}/v1", api_key="none", max_retries=1, timeout=cfg.timeout_s)
+    key = client_key(facts.get("api_key_env"))
+    client = openai.OpenAI(base_url=f"{facts['base_url']}/v1", api_key=key, max_retries=1, timeout=cfg.timeout_s)
     try:
         _check_identity(facts, client)
         _check_error(facts, client)
@@ -74,8 +76,6 @@ def probe(cfg: ProbeConfig, ctx: Context, endpoint: Endpoint) -> ProbeReport:
 
 
 def _check_identity(facts: dict[str, Any], client: Any) -> None:
-    from stages.serving.endpoint import ask_ready
-
     ready = ask_ready(facts["base_url"])
     if ready is None:
         raise ResourcesUnavailable(f"probe: {facts['base_url']}/ready does not answer; run make run to deploy again")

@@ -10,8 +10,8 @@ import pyarrow
 
 from stages.contract import StageError
 from stages.serving.batch import TOKENS_PER_FORWARD, answers, batches, log_probabilities
-from stages.serving.generate import Sampling
 from stages.serving.model import LoadedModel, load_model
+from stages.serving.sampling import Sampling
 from stages.text.choices import LossOn
 from stages.text.generating import DONE_SCHEMA, Origins
 from stages.text.journal import Entry, Journal

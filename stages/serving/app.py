@@ -5,57 +5,88 @@ it is; the deployment wraps it for Serve.
 """
 
 import asyncio
+import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.serving import asgi
-from stages.serving.admission import make_sampling, tokenize
-from stages.serving.engine import Delta, Done, Ended, Engine, Event, Job, timed_out
+from stages.serving import asgi, door
+from stages.serving.admission import echoed, make_sampling, tokenize
+from stages.serving.bodies import Body
+from stages.serving.engine import Engine, timed_out
+from stages.serving.metrics import CONTENT_TYPE, Clock, Metrics
+from stages.serving.openapi import document
 from stages.serving.options import Identity, ServingOptions
+from stages.serving.page import page
 from stages.serving.protocol import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, Request, parse, unavailable
+from stages.serving.rows import Delta, Done, Ended, Event, Job, Read
+
+log = logging.getLogger(__name__)
 
 PING_S = 15.0
 """A comment line is sent after this many silent seconds, so that proxies keep the connection open."""
 PING = b": ping\n\n"
+MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
+OPEN = ("/", "/health", "/ready")
+"""Asked by browsers and machines that hold no key."""
+ANSWERS = "/answers"
+REMEMBERED = 256
+"""Answers whose text is kept, in memory alone, for who knows their id."""
+ROUTES = (*OPEN, "/metrics", "/openapi.json", MODELS, f"{MODELS}/...", f"{ANSWERS}/...", COMPLETIONS, CHAT)
 
 
 def build_app(
     directory: Path, *, name: str, version: int, digest: str, options: ServingOptions, instance: str | None = None
 ) -> "App":
     """Start loading the model and return the app that serves it."""
-    engine = Engine(directory, threads=options.threads, max_queue=options.max_queue, stall_s=options.request_timeout_s)
+    engine = Engine(
+        directory,
+        threads=options.threads,
+        max_queue=options.max_queue,
+        max_batch=options.max_batch,
+        max_batch_tokens=options.max_batch_tokens,
+        prefill_chunk=options.prefill_chunk,
+        stall_s=options.request_timeout_s,
+    )
     return App(engine, Identity(name, version, digest, options.digest(), instance or uuid.uuid4().hex), options)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What an answer to one accepted request needs besides its events."""
+class Call:
+    """One HTTP request, and what each answer to it carries."""
 
-    chat: bool
-    request: Request
+    scope: asgi.Scope
+    receive: asgi.Receive
+    send: asgi.Send
+    route: str
+    """The path, or what stands for all paths of its kind: a label of the metrics."""
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A request that the engine may have."""
+
+    body: Body
     job: Job
     events: "asyncio.Queue[Event]"
-    head: dict[str, Any]
-    """Fields that every chunk and the whole answer share: id, created, model, system_fingerprint."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt in self.job.prompts)
+    clock: Clock
 
 
 class App:
     """ASGI application around one engine."""
 
     def __init__(self, engine: Engine, identity: Identity, options: ServingOptions) -> None:
-        self.engine = engine
-        self.identity = identity
-        self.options = options
+        self.engine, self.identity, self.options = engine, identity, options
+        self.metrics = Metrics(engine)
         self._created = int(time.time())
+        self._remembered: OrderedDict[str, list[str]] = OrderedDict()
+        """Id of an answer -> the texts of its choices, the oldest first."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "lifespan":
@@ -69,17 +100,28 @@ class App:
             started = True
             await send(message)
 
+        path = scope["path"]
+        route = next((f"{place}/..." for place in (MODELS, ANSWERS) if path.startswith(f"{place}/")), path)
+        route = route if route in ROUTES else "other"
+        headers = {
+            "x-request-id": door.request_id(scope),
+            "x-model-version": str(self.identity.version),
+            "x-model-digest": self.identity.digest,
+            **door.cors_headers(scope, self.options.cors_origins),
+        }
+        call = Call(scope, receive, asgi.patient(tracked_send), route, headers)
         try:
-            await self._route(scope, receive, tracked_send)
+            await self._route(call)
         except asgi.ClientGone:
             return
         except ApiError as error:
             assert not started, "an error after the first byte belongs into the stream"
-            await self._json(send, error.status, error.body, error.headers)
+            await self._refuse(call, error)
         except Exception:
+            log.exception("request %s failed", headers["x-request-id"])
             if not started:
                 failure = ApiError(500, "the server failed to answer", kind="server_error", code="internal_error")
-                await self._json(send, failure.status, failure.body, failure.headers)
+                await self._refuse(call, failure)
             raise  # and the connection is torn down: half an answer must not look whole
 
     async def _lifespan(self, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -91,35 +133,57 @@ class App:
             if message["type"] == "lifespan.shutdown":
                 return
 
-    async def _route(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        path, method = scope["path"], scope["method"]
-        model_path = "/v1/models/"
-        allowed = "POST" if path in ("/v1/completions", "/v1/chat/completions") else "GET"
-        known = path in ("/health", "/ready", "/v1/models", "/v1/completions", "/v1/chat/completions")
-        if not known and not path.startswith(model_path):
+    async def _route(self, call: Call) -> None:
+        method = call.scope["method"]
+        if method == "OPTIONS" and self.options.cors_origins:
+            return await self._preflight(call)
+        if call.route == "other":
             raise ApiError(404, "there is no such path here; GET /v1/models says what is served", code="unknown_url")
+        allowed = "POST" if call.route in (COMPLETIONS, CHAT) else "GET"
         if method != allowed:
             raise ApiError(405, f"use {allowed} here", code="method_not_allowed", headers={"Allow": allowed})
-        if path == "/health":
-            return await self._health(send)
-        if path == "/ready":
-            return await self._ready(send)
-        if path == "/v1/models":
-            return await self._json(send, 200, {"object": "list", "data": [self._model()]})
-        if path.startswith(model_path):
-            self._check_model(path.removeprefix(model_path))
-            return await self._json(send, 200, self._model())
-        body = await asgi.read_json_body(scope, receive, self.options.max_body_bytes)
-        await asgi.while_connected(receive, self._answer(path, body, send))
+        if call.route not in OPEN:
+            door.require_key(call.scope, self.options.key_digests)
+        if allowed == "POST":
+            body = await asgi.read_json_body(call.scope, call.receive, self.options.max_body_bytes)
+            return await asgi.while_connected(call.receive, self._answer(call, body))
+        if call.route == "/metrics":
+            return await self._send(call, 200, self.metrics.text(), {"content-type": CONTENT_TYPE})
+        if call.route == "/":
+            return await self._send(call, 200, *page())
+        await self._json(call, 200, self._told(call))
 
-    async def _health(self, send: asgi.Send) -> None:
-        if not self.engine.alive:
-            raise unavailable("the model's thread is dead or stuck")
-        await self._json(send, 200, {"status": "ok"})
+    def _told(self, call: Call) -> dict[str, Any]:
+        """The answer to a GET."""
+        match call.route:
+            case "/health":
+                if not self.engine.alive:
+                    raise unavailable("the model's thread is dead or stuck")
+                return {"status": "ok"}
+            case "/ready":
+                _ = self.engine.loaded
+                return dict(self.identity.fields())
+            case "/openapi.json":
+                return document(self.identity)
+            case "/v1/models":
+                return {"object": "list", "data": [self._model()]}
+        last = call.scope["path"].rpartition("/")[2]
+        if call.route == f"{ANSWERS}/...":
+            return self._answered(last)
+        self._check_model(call.scope["path"].removeprefix(f"{MODELS}/"))
+        return self._model()
 
-    async def _ready(self, send: asgi.Send) -> None:
-        _ = self.engine.loaded
-        await self._json(send, 200, self.identity.fields())
+    def _answered(self, identifier: str) -> dict[str, Any]:
+        """What an answer said and what made it; ApiError 404 when it is not remembered."""
+        texts = self._remembered.get(identifier)
+        if texts is None:
+            raise ApiError(404, "no answer with this id is remembered here", code="answer_not_found")
+        return {"id": identifier, "texts": texts, **self.identity.fields()}
+
+    def _remember(self, body: Body) -> None:
+        self._remembered[body.id] = [choice.text for choice in body.choices]
+        while len(self._remembered) > REMEMBERED:
+            self._remembered.popitem(last=False)
 
     def _model(self) -> dict[str, Any]:
         loaded = self.engine.loaded
@@ -136,124 +200,99 @@ class App:
         if name != self.identity.model:
             raise ApiError(404, f"the model {name[:200]!r} does not exist here", param="model", code="model_not_found")
 
-    async def _json(
-        self, send: asgi.Send, status: int, body: dict[str, Any], headers: dict[str, str] | None = None
-    ) -> None:
-        await asgi.send_json(send, status, body, {"x-model-version": str(self.identity.version), **(headers or {})})
+    async def _preflight(self, call: Call) -> None:
+        if "access-control-allow-origin" not in call.headers:
+            raise ApiError(403, "pages of this origin may not ask here", code="origin_not_allowed")
+        await self._send(call, 204, b"", door.PREFLIGHT)
 
-    async def _answer(self, path: str, body: bytes, send: asgi.Send) -> None:
-        chat = path == "/v1/chat/completions"
+    async def _refuse(self, call: Call, error: ApiError) -> None:
+        self.metrics.answered(call.route, error.status, error.body["error"]["code"])
+        await asgi.send_json(call.send, error.status, error.body, {**call.headers, **error.headers})
+
+    async def _json(self, call: Call, status: int, body: dict[str, Any]) -> None:
+        self.metrics.answered(call.route, status, None)
+        await asgi.send_json(call.send, status, body, call.headers)
+
+    async def _send(self, call: Call, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.metrics.answered(call.route, status, None)
+        await asgi.send_bytes(call.send, status, body, {**call.headers, **headers})
+
+    async def _answer(self, call: Call, body: bytes) -> None:
+        chat = call.route == CHAT
         request = parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(request.model)
-        answer = await self._accept(request, chat)
+        accepted = await self._accept(request, door.deadline(call.scope, self.options.request_timeout_s))
         try:
-            self.engine.submit(answer.job)
-            if request.stream:
-                async with aclosing(self._stream(answer)) as events:
-                    await asgi.send_events(send, events, {"x-model-version": str(self.identity.version)})
-            else:
-                await self._json(send, 200, await self._whole(answer))
+            self.engine.submit(accepted.job)
+            if not request.stream:
+                async with aclosing(_events(accepted)) as events:
+                    async for event in events:
+                        if event is not None:
+                            accepted.body.add(event)
+                return await self._json(call, 200, accepted.body.whole())
+            async with aclosing(self._stream(accepted)) as chunks:
+                await asgi.send_events(
+                    call.send, chunks, call.headers, lambda: self.metrics.answered(call.route, 200, None)
+                )
         finally:
-            answer.job.cancelled.set()
+            accepted.job.cancelled.set()
+            accepted.clock.ended()
+            self._remember(accepted.body)
 
-    async def _accept(self, request: Request, chat: bool) -> Answer:
+    async def _accept(self, request: Request, deadline: float) -> Accepted:
         """Tokenize and check a request against the model; everything that can be refused is refused here."""
         loaded = self.engine.loaded
-        deadline = time.monotonic() + self.options.request_timeout_s
         prompts = await asyncio.to_thread(tokenize, loaded, request)
         n = request.n or 1
         if len(prompts) * n > MAX_CHOICES:
             raise ApiError(400, f"prompts times n is {len(prompts) * n}, at most {MAX_CHOICES} are allowed", param="n")
         longest = max(len(prompt) for prompt in prompts)
-        sampling = make_sampling(loaded, request, longest, self.options.max_tokens, "messages" if chat else "prompt")
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        sampling = make_sampling(loaded, request, longest, self.options.max_tokens, param)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": self.identity.model,
-            "system_fingerprint": self.identity.fingerprint,
-        }
-        return Answer(chat, request, Job(prompts, n, sampling, emit, deadline), events, head)
+        body = Body(request, self.identity, prompts, echoed(loaded, request, prompts))
+        return Accepted(body, Job(prompts, n, sampling, emit, deadline), events, self.metrics.clock())
 
-    async def _whole(self, answer: Answer) -> dict[str, Any]:
-        count = len(answer.job.prompts) * answer.job.n
-        texts, reasons, tokens = [""] * count, [""] * count, 0
-        async for event in _events(answer):
-            if isinstance(event, Delta):
-                texts[event.choice] += event.text
-            elif isinstance(event, Done):
-                reasons[event.choice] = event.finish_reason
-                tokens += event.tokens
-        choices: list[dict[str, Any]] = []
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-            content = {"message": {"role": "assistant", "content": text}} if answer.chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": reason})
-        kind = "chat.completion" if answer.chat else "text_completion"
-        return {**answer.head, "object": kind, "choices": choices, "usage": _usage(answer, tokens)}
-
-    async def _stream(self, answer: Answer) -> AsyncGenerator[bytes]:
-        with_usage = bool(answer.request.stream_options and answer.request.stream_options.include_usage)
-        kind = "chat.completion.chunk" if answer.chat else "text_completion"
-
-        def chunk(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-            tail = {"usage": usage} if with_usage else {}
-            return asgi.event({**answer.head, "object": kind, "choices": choices, **tail})
-
-        def choice(index: int, delta: dict[str, str], finish_reason: str | None = None) -> bytes:
-            content: dict[str, Any] = {"delta": delta} if answer.chat else {"text": delta.get("content", "")}
-            return chunk([{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}])
-
-        for index in range(answer.job.n if answer.chat else 0):
-            yield choice(index, {"role": "assistant", "content": ""})
-        started, tokens = answer.chat, 0
+    async def _stream(self, accepted: Accepted) -> AsyncGenerator[bytes]:
+        started = False
+        for chunk in accepted.body.begin():
+            started = True
+            yield chunk
         try:
-            async for event in _events(answer, ping=True):
-                started = True
-                if isinstance(event, Delta):
-                    yield choice(event.choice, {"content": event.text})
-                elif isinstance(event, Done):
-                    tokens += event.tokens
-                    yield choice(event.choice, {}, event.finish_reason)
-                else:
-                    yield PING
+            async for event in _events(accepted, ping=True):
+                for chunk in accepted.body.add(event) if event is not None else [PING]:
+                    started = True
+                    yield chunk
         except ApiError as error:
             if not started:
                 raise
             # The status is sent: the error goes into the stream, which ends without [DONE].
             yield asgi.event(error.body)
             return
-        if with_usage:
-            yield chunk([], _usage(answer, tokens))
-        yield b"data: [DONE]\n\n"
+        for chunk in accepted.body.end():
+            yield chunk
 
 
-async def _events(answer: Answer, ping: bool = False) -> AsyncGenerator[Delta | Done | None]:
+async def _events(accepted: Accepted, ping: bool = False) -> AsyncGenerator[Delta | Read | Done | None]:
     """Events until the end; None (when `ping`) after silent seconds. ApiError: the request failed or ran too long."""
     while True:
-        left = answer.job.deadline - time.monotonic()
+        left = accepted.job.deadline - time.monotonic()
         try:
-            event = await asyncio.wait_for(answer.events.get(), min(left, PING_S) if ping else left)
+            async with asyncio.timeout(max(min(left, PING_S) if ping else left, 0)):
+                event = await accepted.events.get()
         except TimeoutError:
-            if time.monotonic() >= answer.job.deadline:
+            if time.monotonic() >= accepted.job.deadline:
                 raise timed_out() from None
             yield None
             continue
+        accepted.clock.saw(event)
         if isinstance(event, Ended):
             if event.error is not None:
                 raise event.error
             return
         yield event
-
-
-def _usage(answer: Answer, completion_tokens: int) -> dict[str, int]:
-    total = answer.prompt_tokens + completion_tokens
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": total,
-    }

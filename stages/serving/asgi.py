@@ -16,8 +16,14 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
+RECEIVE_S = 30.0
+"""A client that has not sent its whole body by then is cut off."""
+SEND_S = 30.0
+"""A client that takes nothing for so long is gone."""
+
+
 class ClientGone(Exception):
-    """The connection was closed before the answer was complete."""
+    """The connection was closed before the answer was complete, or might as well have been."""
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -34,27 +40,53 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     if declared is not None and declared.isdecimal() and int(declared) > limit:
         raise too_large
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_large
-        if not message.get("more_body"):
-            return bytes(body)
+    try:
+        # Not wait_for: that swallows a cancellation which comes at the same moment as the message.
+        async with asyncio.timeout(RECEIVE_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_large
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        slow = f"the body did not arrive within {RECEIVE_S:g} s"
+        raise ApiError(408, slow, code="request_timeout", headers={"Connection": "close"}) from None
+
+
+def patient(send: Send) -> Send:
+    """`send` that raises ClientGone when the client takes nothing for SEND_S seconds: it would wait for ever."""
+
+    async def sending(message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+    return sending
 
 
 async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-    data = json.dumps(body).encode()
-    fields = {"content-type": "application/json", "content-length": str(len(data)), **headers}
+    await send_bytes(send, status, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+
+
+async def send_bytes(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    fields = {"content-length": str(len(body)), **headers} if status != 204 else headers
     await send({"type": "http.response.start", "status": status, "headers": encode(fields)})
-    await send({"type": "http.response.body", "body": data})
+    await send({"type": "http.response.body", "body": body})
 
 
-async def send_events(send: Send, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
-    """An event stream. The first item is awaited before the status is sent: an early error has its own status."""
+async def send_events(
+    send: Send, events: AsyncIterator[bytes], headers: Mapping[str, str], begun: Callable[[], None]
+) -> None:
+    """An event stream. The first item is awaited before the status is sent: an early error has its own status. `begun` is called
+    when the status is about to be sent."""
     first = await anext(events)
+    begun()
     fields = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-cache",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from stages.serving.generate import Sampling, choose, make_generator
 from stages.serving.model import LoadedModel
+from stages.serving.sampling import Sampling, choose, make_generator
 from stages.serving.text_stream import TextStream
 
 TOKENS_PER_FORWARD = 4_096
@@ -35,18 +35,16 @@ class _Row:
 
     def __init__(self, loaded: LoadedModel, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         self._sampling, self._generator = sampling, make_generator(seed, 0)
-        self._seen = list(prompt)
+        self._prompt, self._made = prompt, list[int]()
         self._ends = loaded.eos_ids | sampling.stop_ids
         self._stream = TextStream(loaded.backend, prompt, sampling.stop)
         self._pieces: list[str] = []
-        self._tokens = 0
         self.finished = False
 
     def take(self, logits: torch.Tensor) -> int:
         """Choose the next id from logits [vocab_size]."""
-        token = choose(logits, self._seen, frozenset(), self._sampling, self._generator)
-        self._seen.append(token)
-        self._tokens += 1
+        token = choose(logits, self._prompt, self._made, frozenset(), self._sampling, self._generator)
+        self._made.append(token)
         if token in self._ends:
             self.finished = True
         else:
@@ -55,7 +53,7 @@ class _Row:
         return token
 
     def answer(self) -> Answer:
-        return Answer("".join(self._pieces) + self._stream.flush(), self._tokens, self.finished)
+        return Answer("".join(self._pieces) + self._stream.flush(), len(self._made), self.finished)
 
 
 @torch.inference_mode()

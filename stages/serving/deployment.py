@@ -21,6 +21,7 @@ from stages.artifacts import ArtifactError, Checkpoint
 from stages.contract import ResourcesUnavailable, StageError
 from stages.serving.endpoint import Deployed, ask_ready
 from stages.serving.golden import Question
+from stages.serving.options import ServingOptions
 
 DEPLOYMENT = "model"
 PORTS_TRIED = 100
@@ -93,8 +94,8 @@ def application(deployed: Deployed, load_timeout_s: float) -> serve.Application:
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": deployed.num_cpus},
         # The app refuses what exceeds its own queue, with OpenAI's error body; Serve's limits are the outer net.
-        max_ongoing_requests=options.max_queue + LIGHT_REQUESTS,
-        max_queued_requests=options.max_queue + LIGHT_REQUESTS,
+        max_ongoing_requests=options.max_queue + options.max_batch + LIGHT_REQUESTS,
+        max_queued_requests=options.max_queue + options.max_batch + LIGHT_REQUESTS,
         backpressure_config={"status_code": 429, "retry_after_s": 1.0},
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
@@ -103,6 +104,14 @@ def application(deployed: Deployed, load_timeout_s: float) -> serve.Application:
         logging_config=QUIET,
     )
     return made.bind(deployed, load_timeout_s)
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """The application from plain values, as Ray Serve's own configuration file names it (`import_path`): the fields of `Deployed`, and
+    `load_timeout_s`."""
+    fields = dict(arguments)
+    load_timeout_s = float(fields.pop("load_timeout_s"))
+    return application(Deployed(**{**fields, "options": ServingOptions(**fields["options"])}), load_timeout_s)
 
 
 def require_cpus(num_cpus: float, timeout_s: float) -> None:

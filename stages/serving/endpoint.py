@@ -2,13 +2,15 @@
 a plan asks it too and must load nothing heavy."""
 
 import json
+import os
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.serving.options import ServingOptions
+from stages.contract import StageError
+from stages.serving.options import ServingOptions, key_digest
 
 RECORD = "endpoint.json"
 ASK_TIMEOUT_S = 2.0
@@ -32,10 +34,12 @@ class Deployed:
     reads its node's own copy."""
     num_cpus: float
     options: ServingOptions
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key; its value is kept nowhere."""
 
     def summary(self) -> dict[str, Any]:
         """The facts of an Endpoint artifact."""
-        names = ("base_url", "model", "version", "digest", "config_digest", "instance")
+        names = ("base_url", "model", "version", "digest", "config_digest", "instance", "api_key_env")
         return {name: getattr(self, name) for name in names}
 
     def serves(self, answer: dict[str, Any] | None) -> bool:
@@ -70,3 +74,22 @@ def ask_ready(base_url: str, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]
     except (OSError, ValueError):
         return None
     return answer if isinstance(answer, dict) else None
+
+
+def key_digests(api_key_env: str | None) -> tuple[str, ...]:
+    """Of the keys that an environment variable names, parted by commas; StageError when it is not set. None: no key is wanted."""
+    if api_key_env is None:
+        return ()
+    keys = [key.strip() for key in os.environ.get(api_key_env, "").split(",") if key.strip()]
+    if not keys:
+        raise StageError(
+            f"stages.deploy.api_key_env: the environment variable {api_key_env} is not set; put the endpoint's key into it "
+            "(several parted by commas), or set the field to null"
+        )
+    return tuple(key_digest(key) for key in keys)
+
+
+def client_key(api_key_env: str | None) -> str:
+    """The key that our own requests to an endpoint send: the first one of the variable; a placeholder where none is wanted."""
+    keys = os.environ.get(api_key_env, "") if api_key_env else ""
+    return next((key.strip() for key in keys.split(",") if key.strip()), "none")

@@ -85,18 +85,17 @@ def check_in_clean_process(directory: Path, timeout_s: float) -> None:
 
 
 def _greedy(loaded: Any, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
-    from stages.serving.generate import Sampling, generate
+    from stages.serving.generate import generate
+    from stages.serving.sampling import Sampling
 
     return list(generate(loaded, prompt_ids, Sampling(max_tokens=max_tokens, temperature=0.0)))
 
 
 def _first_logprobs(loaded: Any, prompt_ids: Sequence[int]) -> Any:
     """Log-probabilities [vocab_size] of the token after the prompt."""
-    from transformers import DynamicCache
-
     from stages.serving.generate import next_logits
 
-    return next_logits(loaded, prompt_ids, DynamicCache(config=loaded.model.config)).log_softmax(-1)
+    return next_logits(loaded, prompt_ids, loaded.new_cache()).log_softmax(-1)
 
 
 def _difference(loaded: Any, question: dict[str, Any]) -> str | None:

@@ -1,20 +1,24 @@
-"""A language model from a directory, ready to answer. Apart, because all who ask it load it the same way.
+"""A language model from a directory, ready to answer: weights, tokenizer, facts, and one way through the model. Apart, because all
+who ask it load it and call it the same way.
 
 Always float32: transformers 5 keeps the checkpoint's dtype, and bfloat16 on a CPU without AVX512_BF16 prefills six
 times slower.
 """
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from stages.contract import StageError
+from stages.serving.text_stream import piece_reader
 from stages.text.templates import Template
 from stages.training import adapters
 from stages.training import model as models
@@ -36,10 +40,47 @@ class LoadedModel:
     template: Template | None
     """Makes tokens of a chat, as it did in training; None: the model has none."""
 
-    @property
+    @functools.cached_property
     def backend(self) -> Tokenizer:
         backend: Tokenizer = self.tokenizer.backend_tokenizer
         return backend
+
+    @functools.cached_property
+    def piece(self) -> Callable[[int], bytes]:
+        """The bytes of the text that a token stands for: of a special token none."""
+        return piece_reader(self.tokenizer)
+
+    @functools.cached_property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in inspect.signature(self.model.forward).parameters
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Sequence[Sequence[int]],
+        cache: DynamicCache,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        keep: int = 1,
+    ) -> torch.Tensor:
+        """Logits [rows, keep, vocab_size] of the last `keep` places (0: of all) of rows of ids that go on from `cache`, which grows.
+
+        `positions` [rows, new]: of each id in its text; None: the text begins here. They are always said where the model takes them: some
+        models count every call from nought, others by the cache's width. `mask` [rows, cached + new]: 1 for what is a token.
+        """
+        tokens = torch.tensor(ids, dtype=torch.long)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
+        said = {"position_ids": positions} if self._takes_positions else {}
+        output = self.model(
+            input_ids=tokens, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=keep, **said
+        )
+        logits: torch.Tensor = output.logits
+        return logits
 
 
 def load_model(directory: Path) -> LoadedModel:

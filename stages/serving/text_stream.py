@@ -1,9 +1,14 @@
-"""Token ids to text that can be sent at once. Apart, because two traps live here: characters and stop strings that are
-split over tokens. Streamed and whole answers both take this path, so that they are equal."""
+"""Token ids to text that can be sent at once, and to the bytes that each stands for. Apart, because two traps live here: characters
+and stop strings that are split over tokens. Streamed and whole answers both take this path, so that they are equal."""
 
-from collections.abc import Sequence
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 6
@@ -63,3 +68,42 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def piece_reader(tokenizer: Any) -> Callable[[int], bytes]:
+    """A function from a token's id to its bytes of the text, which may be a part of a character; of a special token none, since
+    its text never appears."""
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    added = tokenizer.added_tokens_decoder
+    letters = _byte_letters() if _is_byte_level(backend) else None
+
+    @functools.lru_cache(maxsize=65_536)
+    def piece(token: int) -> bytes:
+        if token in added:
+            return b"" if added[token].special else str(added[token].content).encode()
+        written = backend.id_to_token(token)
+        if written is None:  # a row of the embedding that no token stands for
+            return b""
+        if letters is not None and all(letter in letters for letter in written):
+            return bytes(letters[letter] for letter in written)
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", written):
+            return bytes([int(byte[1], 16)])
+        return str(backend.decode([token], skip_special_tokens=True) or written.replace("\u2581", " ")).encode()
+
+    return piece
+
+
+def _is_byte_level(backend: Tokenizer) -> bool:
+    def kinds(part: Any) -> list[str]:
+        return [part["type"], *(kind for inner in part.get("decoders", ()) for kind in kinds(inner))]
+
+    decoder = backend.decoder
+    return decoder is not None and "ByteLevel" in kinds(json.loads(decoder.__getstate__()))
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter of the byte-level alphabet -> its byte: printable bytes stand for themselves, the others follow from 256 on."""
+    alphabet = set(ByteLevel.alphabet())
+    own = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    return own | {chr(256 + number): byte for number, byte in enumerate(others)}

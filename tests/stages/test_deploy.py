@@ -19,7 +19,7 @@ from stages.artifacts import Checkpoint, Endpoint, ModelVersion
 from stages.contract import Context, ResourcesUnavailable, StageError
 from stages.deploy import DeployConfig, DeployResources, deploy, holds, replaces
 from stages.probe import ProbeConfig, probe
-from stages.serving.ask import stream_answer
+from stages.serving.ask import Asker
 from stages.serving.endpoint import Deployed, ask_ready, read_record
 from stages.serving.golden import check_golden
 from stages.serving.model import load_model
@@ -272,7 +272,7 @@ def test_a_client_that_leaves_frees_the_model_behind_serve(house: House) -> None
             client.sendall(head.encode() + body)
             client.recv(64)
     began = time.monotonic()
-    text = "".join(stream_answer(record.base_url, "os.path.join(", max_tokens=16))
+    text = "".join(Asker(record.base_url, max_tokens=16).stream([{"role": "user", "content": "os.path.join("}]))
     assert time.monotonic() - began < 2
     directory = Checkpoint(uri=record.uri).local()
     assert text == check_golden(load_model(directory), directory)[0].text != ""
@@ -371,4 +371,4 @@ def test_a_stopped_endpoint_is_noticed(house: House, make_context: Callable[...,
     with pytest.raises(ResourcesUnavailable, match="make run"):
         probe(ProbeConfig(), ctx, endpoint)
     with pytest.raises(ResourcesUnavailable, match="nothing answers at"):
-        list(stream_answer(gone.base_url, "x"))
+        list(Asker(gone.base_url).stream([{"role": "user", "content": "x"}]))

@@ -65,8 +65,8 @@ def rows_of(directory: Path) -> list[dict[str, str]]:
 
 def test_every_row_gets_the_answer_that_the_model_gives_to_it_alone(tmp_path, make_context, model) -> None:
     from stages.serving.batch import answers
-    from stages.serving.generate import Sampling
     from stages.serving.model import load_model
+    from stages.serving.sampling import Sampling
     from stages.text.questions import seed_of
 
     given, ctx = texts(20), make_context(seed=7)
@@ -224,8 +224,8 @@ def test_actors_and_this_process_give_the_same_bytes(tmp_path, make_context, mod
 
 def test_a_checkpoint_with_a_template_is_asked_in_chats(tmp_path, make_context) -> None:
     from stages.serving.batch import answers
-    from stages.serving.generate import Sampling
     from stages.serving.model import load_model
+    from stages.serving.sampling import Sampling
     from tests.stages.tiny_model import CHAT_TEMPLATE
 
     directory = save_tiny_model(tmp_path / "chat", golden=False, chat_template=CHAT_TEMPLATE)

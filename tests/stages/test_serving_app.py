@@ -8,70 +8,31 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
-import uvicorn
 from safetensors.torch import load_file, save_file
 
 from stages.contract import StageError
-from stages.serving.app import App, build_app
+from stages.serving.app import build_app
 from stages.serving.model import load_model
 from stages.serving.options import ServingOptions
-from stages.serving.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from stages.serving.protocol import ChatRequest, CompletionRequest
+from tests.stages.serving_server import (
+    CONTEXT,
+    DIGEST,
+    NAME,
+    Running,
+    assert_error,
+    serve,
+    sse,
+    start_stream,
+    wait_until,
+)
 from tests.stages.tiny_model import CHAT_TEMPLATE, save_tiny_model
-
-NAME = "tiny"
-CONTEXT = 256
-DIGEST = "d" * 64
-
-
-@dataclass
-class Running:
-    port: int
-    app: App
-    directory: Path
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=30)
-
-    def raw(
-        self, method: str, path: str, body: bytes | None = None, **headers: str
-    ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        fields = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, body, fields or {"content-type": "application/json"} if body else fields)
-        response = connection.getresponse()
-        data = response.read()
-        connection.close()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, data
-
-    def post(self, path: str, **fields: Any) -> tuple[int, dict[str, str], Any]:
-        status, headers, data = self.raw("POST", path, json.dumps({"model": NAME, **fields}).encode())
-        return status, headers, json.loads(data) if headers["content-type"] == "application/json" else data.decode()
-
-    def complete(self, **fields: Any) -> tuple[int, dict[str, str], Any]:
-        return self.post("/v1/completions", **fields)
-
-
-def serve(directory: Path, options: ServingOptions) -> Iterator[Running]:
-    app = build_app(directory, name=NAME, version=7, digest=DIGEST, options=options)
-    app.engine.wait_ready(60)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield Running(listener.getsockname()[1], app, directory)
-    server.should_exit = True
-    thread.join(10)
-    listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +52,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A context long enough that an answer takes seconds, a queue of one, a short deadline."""
+    """A context long enough that an answer takes seconds, one answer at a time, a queue of one, a short deadline."""
     directory = save_tiny_model(tmp_path_factory.mktemp("models") / "slow", context=200_000)
-    yield from serve(directory, ServingOptions(max_queue=1, request_timeout_s=1.5))
+    yield from serve(directory, ServingOptions(max_batch=1, max_queue=1, request_timeout_s=1.5))
 
 
 def reference(directory: Path, prompt: str, tokens: int) -> list[int]:
@@ -102,25 +63,6 @@ def reference(directory: Path, prompt: str, tokens: int) -> list[int]:
     ids = torch.tensor([loaded.tokenizer(prompt).input_ids])
     made = loaded.model.generate(ids, max_new_tokens=tokens, do_sample=False)
     return [int(token) for token in made[0, ids.shape[1] :]]
-
-
-def sse(text: str) -> list[Any]:
-    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
-    return [event if event == "[DONE]" else json.loads(event) for event in events]
-
-
-def assert_error(
-    answer: tuple[int, dict[str, str], Any], status: int, param: str | None, code: str | None = None
-) -> None:
-    assert answer[0] == status, answer
-    assert set(answer[2]) == {"error"}
-    error = answer[2]["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str) and isinstance(error["type"], str)
-    assert error["param"] == param
-    if code:
-        assert error["code"] == code
-    assert not any(leak in error["message"] for leak in ("Traceback", "/tmp", ".py", "stages"))
 
 
 def test_models_are_listed_and_found_by_name(plain: Running) -> None:
@@ -207,7 +149,7 @@ def test_prompts_come_as_text_or_ids_alone_or_in_lists(plain: Running) -> None:
     assert texts("")  # the start of a document
     for wrong in ([], [[]], [99999], [-1], [1.5], 5, None, {"a": 1}, [None]):
         assert_error(plain.complete(prompt=wrong), 400, "prompt")
-    assert_error(plain.complete(prompt=["a"] * 10, n=2), 400, "n")
+    assert_error(plain.complete(prompt=["a"] * 65, n=2), 400, "n")
 
 
 def test_a_stop_string_ends_the_text_before_it_in_both_modes(plain: Running) -> None:
@@ -275,13 +217,16 @@ WRONG = [
     ("model", 5),
     ("prompt", "\ud800"),
     ("stop", "\udfff"),
-    ("logprobs", 1),
-    ("echo", True),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("echo", "yes"),
     ("best_of", 2),
     ("suffix", "x"),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", 3),
-    ("logit_bias", {"1": 5}),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -3),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"x": 5}),
+    ("logit_bias", {"99999": 5}),
     ("tools", [{"type": "function"}]),
     ("response_format", {"type": "json_object"}),
     ("top_k", -2),
@@ -341,7 +286,7 @@ def test_wrong_routes_methods_and_types_have_the_same_error_shape(plain: Running
         return answer[0], answer[1], json.loads(answer[2])
 
     assert_error(error(plain.raw("GET", "/v1/nothing")), 404, None)
-    assert_error(error(plain.raw("GET", "/")), 404, None)
+    assert_error(error(plain.raw("GET", "/v1")), 404, None)
     wrong = error(plain.raw("GET", "/v1/completions"))
     assert_error(wrong, 405, None)
     assert wrong[1]["allow"] == "POST"
@@ -421,22 +366,6 @@ def test_wrong_messages_are_refused(chat: Running, messages: Any) -> None:
     assert_error(chat.post("/v1/chat/completions", messages=messages), 400, "messages")
 
 
-def start_stream(running: Running, **fields: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
-    body = {"model": NAME, "prompt": "a", "stream": True, "max_tokens": 100_000, "ignore_eos": True, **fields}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    response.readline()
-    return connection, response
-
-
-def wait_until(condition: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def test_a_client_that_leaves_frees_the_model(slow: Running) -> None:
     for stream in (True, False):
         if stream:
@@ -447,25 +376,25 @@ def test_a_client_that_leaves_frees_the_model(slow: Running) -> None:
             body = {"model": NAME, "prompt": "a", "max_tokens": 100_000, "ignore_eos": True}
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
             response = None
-        wait_until(lambda: slow.app.engine.active is not None, 5)
+        wait_until(lambda: slow.app.engine.busy, 5)
         assert connection.sock is not None
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
         if response:
             response.close()
-        wait_until(lambda: slow.app.engine.active is None, 2)
-        before = slow.app.engine.generated_tokens
+        wait_until(lambda: not slow.app.engine.busy, 2)
+        before = slow.app.engine.stats().generated_tokens
         time.sleep(0.2)
-        assert slow.app.engine.generated_tokens == before
+        assert slow.app.engine.stats().generated_tokens == before
     assert slow.complete(prompt="a", max_tokens=2)[0] == 200
 
 
 def test_a_full_queue_answers_429_and_then_serves_on(slow: Running) -> None:
     connections = [start_stream(slow)[0]]
-    wait_until(lambda: slow.app.engine.active is not None, 2)
+    wait_until(lambda: slow.app.engine.busy, 2)
     waiting = threading.Thread(target=lambda: slow.complete(prompt="a", max_tokens=1))
     waiting.start()
-    wait_until(lambda: slow.app.engine.waiting == 1, 2)
+    wait_until(lambda: slow.app.engine.stats().waiting == 1, 2)
     answer = slow.complete(prompt="a", max_tokens=1)
     assert_error(answer, 429, None, "queue_full")
     assert answer[1]["retry-after"] == "1"
@@ -529,7 +458,8 @@ def test_two_hundred_wild_requests_never_earn_a_server_error(plain: Running) -> 
         None, True, False, 0, 1, -1, 2, 0.5, 1e9, 1e308, 10**30, "", "a", "a" * 3000, "\ud800", "🙂", [], [0], ["a"], [[1, 2]],
         {}, {"include_usage": True}, ["a"] * 9, [{"role": "user", "content": "x"}], {"type": "text"},
     ]  # fmt: skip
-    names = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL, "foo"]
+    kinds = (CompletionRequest, ChatRequest)
+    names = [*(name for kind in kinds for name in (*kind.model_fields, *kind.neutral)), "foo"]
     before = plain.complete(prompt="golden", max_tokens=8, temperature=0)[2]["choices"]
     for _ in range(200):
         fields = {name: draw.choice(values) for name in draw.sample(names, draw.randint(1, 4))}
@@ -553,7 +483,7 @@ def test_a_silent_stream_is_kept_open_by_comments(slow: Running, monkeypatch: py
         assert open_connection.sock is not None
         open_connection.sock.shutdown(socket.SHUT_RDWR)
         open_connection.close()
-    wait_until(lambda: slow.app.engine.active is None and slow.app.engine.waiting == 0, 3)
+    wait_until(lambda: not slow.app.engine.busy and slow.app.engine.stats().waiting == 0, 3)
 
 
 def test_a_server_is_not_ready_before_its_model_answered(tmp_path: Path) -> None:

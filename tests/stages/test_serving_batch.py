@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from stages.serving.batch import answers, batches, log_probabilities
-from stages.serving.generate import Sampling, generate
+from stages.serving.generate import generate
 from stages.serving.model import load_model
+from stages.serving.sampling import Sampling
 from stages.training.world import repeatable
 from tests.stages.tiny_model import save_tiny_model
 
