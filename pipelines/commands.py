@@ -118,7 +118,10 @@ def _say_what_now(console: Console, app: AppConfig, outcome: Any, seconds: float
     rows = []
     if endpoint and "deploy" in {step.name for step in outcome.steps}:
         rows += [
-            ("served", f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']}/v1 (OpenAI-compatible)")
+            (
+                "served",
+                f"{endpoint['model']}@{endpoint['version']} at {endpoint['base_url']} (a page to chat; OpenAI's clients: /v1)",
+            )
         ]
         rows += [("ask it", 'make ask TEXT="os.path.join("')]
     rows += [("see it", "make ui")]

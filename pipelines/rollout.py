@@ -4,6 +4,7 @@ are one run of `pipeline=serve` with other words."""
 import json
 import os
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipelines.commands import run
 from pipelines.config import compose
@@ -38,7 +39,7 @@ def live_options(live: Deployed) -> list[str]:
         name: getattr(live.options, name)
         for name in ("max_tokens", "max_batch", "max_batch_tokens", "prefill_chunk", "max_queue", "request_timeout_s")
     }
-    options |= {"endpoint": live.application, "api_key_env": live.api_key_env}
+    options |= {"endpoint": live.application, "api_key_env": live.api_key_env, "port": urlsplit(live.base_url).port}
     options |= {"cors_origins": list(live.options.cors_origins)}
     options |= {"resources.threads": live.options.threads, "resources.num_cpus": live.num_cpus}
     return [f"stages.deploy.{name}={json.dumps(value)}" for name, value in options.items()]

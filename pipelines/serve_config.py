@@ -24,7 +24,7 @@ IMPORT_PATH = "stages.serving.deployment:build"
 
 
 def serve_config(console: Console, overrides: list[str], conf: str | None) -> int:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     if check := os.environ.get("CHECK", "").strip():
         require_valid(_read(Path(check)), check)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CHAMPION, PREVIOUS = "champion", "previous"
 CPU_WAIT_S = 15.0
+SLACK_S = 0.2
+"""By less nobody notices that an answer takes longer, and a busy machine's hiccup undoes no roll-out."""
 
 
 @dataclass(kw_only=True)
@@ -291,7 +293,7 @@ def _seconds(before: Deployed, questions: "list[Question]") -> float | None:
 
 def _require_speed(cfg: DeployConfig, deployed: Deployed, questions: "list[Question]", usual_s: float) -> None:
     taken_s, most = _smoke(deployed).seconds(questions[0].prompt_ids), cfg.resources.max_latency_ratio
-    if most is not None and taken_s > most * usual_s:
+    if most is not None and taken_s > most * usual_s and taken_s - usual_s > SLACK_S:
         raise StageError(
             f"{deployed.model}@{deployed.version} takes {taken_s:.2f} s for an answer, {taken_s / usual_s:.1f} times as long as what it "
             f"replaces; at most {most:g} times is allowed (stages.deploy.resources.max_latency_ratio)"

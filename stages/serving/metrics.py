@@ -20,12 +20,21 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
-        of = {"registry": self._registry}
-        self._requests = Counter("llm_requests", "Answers by route and HTTP status", ["route", "status"], **of)
-        self._rejected = Counter("llm_rejected", "Refused requests by reason (the error's code)", ["reason"], **of)
-        self._first = Histogram("llm_time_to_first_token_seconds", "From arrival", buckets=SECONDS, **of)
-        self._between = Histogram("llm_inter_token_seconds", "Between texts of a choice", buckets=SECONDS, **of)
-        self._whole = Histogram("llm_request_seconds", "From arrival to the last byte", buckets=SECONDS, **of)
+        self._requests = Counter(
+            "llm_requests", "Answers by route and HTTP status", ["route", "status"], registry=self._registry
+        )
+        self._rejected = Counter(
+            "llm_rejected", "Refused requests by reason (the error's code)", ["reason"], registry=self._registry
+        )
+        self._first = Histogram(
+            "llm_time_to_first_token_seconds", "From arrival", buckets=SECONDS, registry=self._registry
+        )
+        self._between = Histogram(
+            "llm_inter_token_seconds", "Between texts of a choice", buckets=SECONDS, registry=self._registry
+        )
+        self._whole = Histogram(
+            "llm_request_seconds", "From arrival to the last byte", buckets=SECONDS, registry=self._registry
+        )
         self._registry.register(_OfEngine(engine))
 
     def answered(self, route: str, status: int, reason: str | None) -> None:

@@ -3,7 +3,8 @@ them, answers by their outer shape."""
 
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from stages.serving.options import Identity
 from stages.serving.protocol import ChatRequest, CompletionRequest
@@ -23,10 +24,9 @@ ERRORS = {
 
 def document(identity: Identity) -> dict[str, Any]:
     """OpenAPI 3.1. The model's name is the only one that requests may give."""
-    kinds = {"completions": CompletionRequest, "chat/completions": ChatRequest}
-    found, schemas = models_json_schema(
-        [(kind, "validation") for kind in kinds.values()], ref_template="#/components/schemas/{model}"
-    )
+    kinds: dict[str, type[BaseModel]] = {"completions": CompletionRequest, "chat/completions": ChatRequest}
+    asked: list[tuple[type[BaseModel], JsonSchemaMode]] = [(kind, "validation") for kind in kinds.values()]
+    found, schemas = models_json_schema(asked, ref_template="#/components/schemas/{model}")
     definitions = schemas["$defs"]
     for kind in kinds.values():
         definitions[kind.__name__]["properties"]["model"]["enum"] = [identity.model]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import psutil
+import pyarrow.parquet
 import pytest
 
 from tests.e2e.conftest import Quickstart
@@ -173,6 +174,50 @@ def test_finetune_tunes_the_champion_and_is_deployed_over_it(project: Project, q
         "mlflow.note.content"
     ]
     assert "before" in note
+
+
+@pytest.mark.slow
+def test_the_version_before_is_served_again_by_one_command(project: Project, quickstart: str) -> None:
+    """Version 2 replaces version 1, is rolled back, and is served again by its number; aliases tell which is which."""
+
+    def served() -> tuple[str, int | None, int | None]:
+        ready = project.ready()
+        versions = {a: project.client.get_model_version_by_alias("quickstart", a) for a in ("champion", "previous")}
+        return f"{ready['model']}@{ready['version']}", *(int(version.version) for version in versions.values())
+
+    project.cli("run", *SMALL, "stages.train.max_steps=20", "stages.deploy.max_tokens=40")
+    assert served() == ("quickstart@2", 2, 1)
+    printed = project.cli("rollback")
+    assert "replaces quickstart@2" in printed and served() == ("quickstart@1", 1, 2)
+    client = openai.OpenAI(base_url=project.v1, api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="at most 40"):  # the options stay
+        client.completions.create(model="quickstart", prompt="a", max_tokens=41)
+    project.cli("serve", env={"MODEL": "models:/quickstart/2"})
+    assert served() == ("quickstart@2", 2, 1)
+    assert "99" in project.cli("rollback", check=2, env={"TO": "99"})
+    assert served() == ("quickstart@2", 2, 1)
+
+
+@pytest.mark.slow
+def test_an_answer_is_traced_to_its_model_and_to_the_rows_that_say_the_same(project: Project, quickstart: str) -> None:
+    client = openai.OpenAI(base_url=project.v1, api_key="none", max_retries=0)
+    answer = client.completions.create(model="quickstart", prompt="os.path.join(", max_tokens=8, temperature=0)
+    version = project.client.get_model_version("quickstart", str(project.ready()["version"]))
+    printed = project.cli("trace", env={"ID": answer.id})
+    assert f"quickstart@{version.version}" in printed and version.tags["digest"] in printed
+    assert "MLflow run" in printed and "clean " in printed
+    assert "words in a row" in printed or "longest runs" in printed  # it was remembered, and looked for
+    row, text = next(
+        (row, text)
+        for place in sorted(project.state.glob("store/objects/*/rows/part-00000.parquet"))
+        if "split" in (table := pyarrow.parquet.read_table(place)).column_names
+        for row, text, split in zip(*(table[name].to_pylist() for name in ("id", "text", "split")), strict=True)
+        if split == "train" and len(text.split()) > 30
+    )
+    quoted = " ".join(text.split()[10:28])
+    found = project.cli("trace", env={"ID": answer.id, "TEXT": f"So it says: {quoted}."})
+    assert row in found.split("longest runs", 1)[1]
+    assert "no model whose files" in project.cli("trace", check=5, env={"ID": f"cmpl-{'0' * 32}"})
 
 
 def test_down_stops_the_endpoint_and_leaves_no_process(project: Project, quickstart: str) -> None:

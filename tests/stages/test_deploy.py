@@ -131,7 +131,9 @@ def test_the_first_version_serves_on_the_next_port_when_the_wanted_one_is_taken(
     port = int(facts["base_url"].rpartition(":")[2])
     assert house.port < port < house.port + 20
     assert said == [f"{NAME}@1 at {facts['base_url']} (port {house.port} is taken)"]
-    assert ask_ready(facts["base_url"]) == {name: value for name, value in facts.items() if name != "base_url"}
+    assert ask_ready(facts["base_url"]) == {
+        name: value for name, value in facts.items() if name not in ("base_url", "api_key_env")
+    }
     assert house.registry.alias(NAME, "champion") == 1 and house.registry.alias(NAME, "previous") is None
     assert holds(endpoint, None, house.state) is None
     assert replaces(house.cfg(), house.state) == f"{NAME}@1"
@@ -226,6 +228,38 @@ def test_a_version_that_fails_after_its_trial_is_rolled_back(
     assert (read_record(house.state), house.registry.alias(NAME, "champion")) == (before, 2)
     answer = ask_ready(before.base_url)
     assert answer is not None and answer["instance"] == before.instance
+
+
+def test_a_version_that_is_much_slower_is_rolled_back(
+    house: House, serving: Deployed, make_context: Callable[..., Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.deploy._seconds", lambda before, questions: 1e-4)
+    monkeypatch.setattr("stages.deploy.SLACK_S", 0.0)
+    receipt = broken(house, 8, lambda directory: None)
+    with Traffic(serving.base_url) as traffic, pytest.raises(StageError, match="times as long as what it replaces"):
+        deploy(house.cfg(), house.context(make_context("deploy")), receipt)
+    assert {status for status, *_ in traffic.seen} == {200} and traffic.seen[-1][1] == "2"
+    assert (read_record(house.state), house.registry.alias(NAME, "champion")) == (serving, 2)
+
+
+def test_an_endpoint_with_a_key_lets_in_who_has_it_and_notices_a_new_one(
+    house: House, serving: Deployed, make_context: Callable[..., Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = house.cfg(api_key_env="TEST_ENDPOINT_KEY")
+    with pytest.raises(StageError, match="the environment variable TEST_ENDPOINT_KEY is not set"):
+        replaces(cfg, house.state)
+    monkeypatch.setenv("TEST_ENDPOINT_KEY", "first, second")
+    endpoint = deploy(cfg, house.context(make_context("deploy")), house.version(2))
+    assert "first" not in json.dumps(endpoint.summary()) + (house.state / "endpoint.json").read_text()
+    client = openai.OpenAI(base_url=f"{serving.base_url}/v1", api_key="second", max_retries=0)
+    assert [model.id for model in client.models.list().data] == [NAME]
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="third").models.list()
+    assert holds(endpoint, None, house.state) is None
+    monkeypatch.setenv("TEST_ENDPOINT_KEY", "another")
+    assert holds(endpoint, None, house.state) == "TEST_ENDPOINT_KEY holds another key than the endpoint asks for"
+    deploy(house.cfg(), house.context(make_context("deploy")), house.version(2))
+    assert client.with_options(api_key="none").models.list().data
 
 
 def test_an_interrupt_during_the_roll_out_leaves_the_old_version(
