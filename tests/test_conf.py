@@ -32,6 +32,7 @@ NEEDED = {
     "teach": [FILES, *ENDPOINT],
     "preferences": [MODEL, FILES],
     "dpo": [MODEL],
+    "load": ["stages.select.model=models:/quickstart@champion"],
     "serve": ["stages.select.model=models:/quickstart@champion"],
     "endpoint": ENDPOINT,
     "attach": ["cluster.address=h:1"],
