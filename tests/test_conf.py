@@ -35,6 +35,7 @@ NEEDED = {
     "load": ["stages.select.model=models:/quickstart@champion"],
     "serve": ["stages.select.model=models:/quickstart@champion"],
     "endpoint": ENDPOINT,
+    "external": ["stages.deploy.external.base_url=http://127.0.0.1:8000"],
     "attach": ["cluster.address=h:1"],
 }
 
