@@ -190,7 +190,7 @@ class Stage:
 
 
 STAGES: dict[type[StageConfig], Stage] = {}
-"""Config class -> stage. Filled by `@stage` when `stages.load()` imports the verb modules."""
+"""Config class -> stage. Filled by `@stage` when `stages.import_verbs()` imports the verb modules."""
 
 F = TypeVar("F", bound=Callable[..., Artifact])
 

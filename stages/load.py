@@ -231,7 +231,8 @@ def measure(requests: Sequence[guidellm.Request], objective: Objective) -> dict[
     if not answered:
         raise StageError(f"load: none of {len(requests)} requests was answered; ask the endpoint by hand: make ask")
     well_served = sum(objective.kept_by(request) for request in requests)
-    span_s = max(request.ended or 0.0 for request in answered) - min(request.began or math.inf for request in answered)
+    began = min(request.began for request in answered if request.began is not None)
+    span_s = max(request.ended for request in answered if request.ended is not None) - began
     metrics = {
         "requests": float(len(requests)),
         "errors": float(len(requests) - len(answered)),

@@ -232,13 +232,13 @@ def given(tmp_path: Path, running: Running) -> tuple[Endpoint, ModelVersion]:
 
 
 def test_warm_up_requests_are_asked_and_not_measured(make_context, tmp_path, running):
-    before = running.app.engine.generated_tokens
+    before = running.app.engine.stats().generated_tokens
     lists = {"successful": [told(True)], "errored": [], "incomplete": []}
     body = f"json.dump({{'benchmarks': [{{'requests': {lists!r}}}]}}, open(output, 'w'))"
     cfg = LoadConfig(concurrency=1, warmup_requests=3, resources=LoadResources(program=program(tmp_path, body)))
     ctx = make_context("load")
     summary = load(cfg, ctx, *given(tmp_path, running)).summary()
-    assert 3 <= running.app.engine.generated_tokens - before <= 3 * 8
+    assert 3 <= running.app.engine.stats().generated_tokens - before <= 3 * 8
     assert summary["metrics"]["requests"] == 1 and summary["digest"] == DIGEST
     assert summary["load"] == {"concurrency": 1, "rate": None, "requests": 64, "prompt_tokens": 64, "output_tokens": 32}
     assert ("goodput", 1.0, None) in ctx.tracker.metrics
