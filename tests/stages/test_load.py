@@ -235,7 +235,8 @@ def test_warm_up_requests_are_asked_and_not_measured(make_context, tmp_path, run
     before = running.app.engine.stats().generated_tokens
     lists = {"successful": [told(True)], "errored": [], "incomplete": []}
     body = f"json.dump({{'benchmarks': [{{'requests': {lists!r}}}]}}, open(output, 'w'))"
-    cfg = LoadConfig(concurrency=1, warmup_requests=3, resources=LoadResources(program=program(tmp_path, body)))
+    resources = LoadResources(program=program(tmp_path, body))
+    cfg = LoadConfig(concurrency=1, warmup_requests=3, objective=Objective(itl_ms=250), resources=resources)
     ctx = make_context("load")
     summary = load(cfg, ctx, *given(tmp_path, running)).summary()
     assert 3 <= running.app.engine.stats().generated_tokens - before <= 3 * 8
