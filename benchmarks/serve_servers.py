@@ -10,7 +10,9 @@ from benchmarks import alternatives, machine, serving_arms
 from benchmarks.harness import Bench, Pair, Result, medians
 from benchmarks.serve_engine import QUICK_TOKENS, TOKENS, serving
 
-LEVELS = (1, 8)
+NAMES = {1: "serve_servers_llamacpp_1", 8: "serve_servers_llamacpp_8"}
+"""Requests at once -> name of the result."""
+LEVELS = tuple(NAMES)
 ARMS = {"A": "llama.cpp's server", "B": "this server under uvicorn"}
 
 
@@ -43,7 +45,7 @@ def run(bench: Bench) -> list[Result]:
     }
     return [
         bench.compare(
-            f"serve_servers_llamacpp_{at_once}",
+            NAMES[at_once],
             f"How many output tokens a second at {at_once} at once, ours against llama.cpp's server?",
             unit="tokens/s",
             better="higher",
