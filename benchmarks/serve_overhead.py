@@ -83,7 +83,7 @@ def run(bench: Bench) -> list[Result]:
 
 def small_model(directory: Path) -> Path:
     """Made in a process of its own: torch's threads and settings stay out of this one."""
-    script = f"from benchmarks.workload import *; makesmall_model(Path({str(directory)!r}))"
+    script = f"from benchmarks.workload import *; make_checkpoint(Path({str(directory)!r}))"
     machine.run(machine.python("-c", script), directory / "model.log", machine.clean_environment(), 120)
     return directory / "work" / "export"
 
