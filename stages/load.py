@@ -121,10 +121,11 @@ def load(
     key = client_key(facts.get("api_key_env"))
     ctx.progress(0.02, "warming up")
     _warm_up(cfg, facts, key)
-    prompts = _prompts(cfg, ctx, corpus, Checkpoint(uri=served["uri"]).local())
+    directory = Checkpoint(uri=served["uri"]).local()
+    prompts = _prompts(cfg, ctx, corpus, directory)
     requests = guidellm.run(
         program,
-        spec(cfg, facts, prompts, served["uri"].removeprefix("file://"), ctx.seed),
+        spec(cfg, facts, prompts, str(directory), ctx.seed),
         ctx.work / "load",
         key,
         lambda passed_s: ctx.progress(min(0.05 + passed_s / 300, 0.95), f"{cfg.requests} requests under way"),
