@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from stages.artifacts import Checkpoint, Endpoint, EvalReport, LoadReport, ModelVersion
+from stages.artifacts import Checkpoint, Corpus, Endpoint, EvalReport, LoadReport, ModelVersion
 from stages.contract import GateRefused, ResourcesUnavailable, StageError
 from stages.gate import GateConfig, Rules, gate
-from stages.load import Arrival, LoadConfig, LoadResources, Objective, curves, load, measure, percentile, spec
+from stages.load import Arrival, LoadConfig, LoadResources, Objective, _prompts, curves, load, measure, percentile, spec
 from stages.serving import guidellm
 from stages.serving.guidellm import Request
 from stages.serving.options import ServingOptions
@@ -253,13 +255,40 @@ def test_the_endpoint_must_serve_the_model_that_is_connected(make_context, tmp_p
         load(LoadConfig(concurrency=1), make_context("load"), endpoint, other)
 
 
+def corpus_of(tmp_path: Path) -> Corpus:
+    rows = tmp_path / "corpus" / "rows"
+    rows.mkdir(parents=True)
+    texts, splits = (
+        ["for training only", "one text to go on with, somewhat longer", " ", "two"],
+        ["train"] + 3 * ["validation"],
+    )
+    pq.write_table(pa.table({"text": texts, "split": splits}), rows / "part-00000.parquet")
+    return Corpus.write(rows.parent, {})
+
+
+def test_prompts_are_the_corpus_validation_texts_cut_to_length(make_context, tmp_path, running):
+    cfg = LoadConfig(concurrency=1, requests=3, prompt_tokens=8, output_tokens=4)
+    path = _prompts(cfg, make_context("load"), corpus_of(tmp_path), running.directory)
+    assert json.loads(path.read_text()) == [
+        {"prompt": "one text", "output_tokens_count": 4},  # the tiny tokenizer has one token a letter
+        {"prompt": "two", "output_tokens_count": 4},
+        {"prompt": "one text", "output_tokens_count": 4},
+    ]
+    assert _prompts(cfg, make_context("load"), None, running.directory) is None
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not TOOL.exists(), reason="the load generator is not installed: make load-tool")
-@pytest.mark.parametrize("how", [{"concurrency": 2}, {"rate": 20.0}])
-def test_the_real_tool_measures_a_real_endpoint(make_context, tmp_path, running, how):
+@pytest.mark.parametrize(
+    ("how", "with_corpus"), [({"concurrency": 2}, False), ({"rate": 20.0}, False), ({"concurrency": 2}, True)]
+)
+def test_the_real_tool_measures_a_real_endpoint(make_context, tmp_path, running, how, with_corpus):
     lengths = {"prompt_tokens": 12, "prompt_tokens_stdev": 2, "output_tokens": 4}
     cfg = LoadConfig(**how, **lengths, requests=8, warmup_requests=2, resources=LoadResources(program=str(TOOL)))
-    summary = load(cfg, make_context("load"), *given(tmp_path, running)).summary()
+    before = running.app.engine.stats().generated_tokens
+    corpus = corpus_of(tmp_path) if with_corpus else None
+    summary = load(cfg, make_context("load"), *given(tmp_path, running), corpus).summary()
     metrics = summary["metrics"]
     assert metrics["requests"] == 8 and metrics["errors"] == 0 and metrics["goodput"] == 1
     assert 0 < metrics["ttft_p50_ms"] <= metrics["ttft_p99_ms"] <= metrics["latency_p99_ms"]
+    assert running.app.engine.stats().generated_tokens - before >= 8 * 4
