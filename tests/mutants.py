@@ -615,6 +615,70 @@ MUTANTS = (
             f"{DATA}/test_fetch_gguf.py::test_a_wheel_that_cannot_be_had_or_is_another_one_is_refused_with_where_to_put_it",
         ),
     ),
+    # Serving
+    Mutant(
+        "padding-seen",
+        "stages/serving/group.py",
+        "mask = None if all(row.position + 1 == self._mask.shape[1] for row in self.rows) else self._mask",
+        "mask = None",
+        (f"{DATA}/test_serving_engine.py::test_fifty_greedy_answers_are_those_of_generate_alone_and_in_a_batch",),
+    ),
+    Mutant(
+        "seedless",
+        "stages/serving/rows.py",
+        "make_generator(self.sampling.seed, j)",
+        "make_generator(None, j)",
+        (f"{DATA}/test_serving_engine.py::test_a_seed_gives_the_same_text_alone_and_among_others",),
+    ),
+    Mutant(
+        "one-for-all",
+        "stages/serving/engine.py",
+        "        except Exception:  # one request's numbers must not end the model for all",
+        "        except ZeroDivisionError:",
+        (f"{DATA}/test_serving_engine.py::test_one_requests_bad_numbers_end_that_request_alone",),
+    ),
+    Mutant(
+        "long-prompts-first",
+        "stages/serving/engine.py",
+        "budget = self._prefill_chunk if self._groups else ALONE_CHUNK",
+        "budget = 1_000_000",
+        (f"{DATA}/test_serving_engine.py::test_a_long_prompt_is_read_between_the_tokens_of_others",),
+    ),
+    Mutant(
+        "works-for-nobody",
+        "stages/serving/engine.py",
+        "    if job.cancelled.is_set():",
+        "    if job.cancelled.is_set() and now < 0:",
+        (f"{DATA}/test_serving_engine.py::test_a_cancelled_request_leaves_at_once_and_the_others_stay",),
+    ),
+    Mutant(
+        "queue-without-end",
+        "stages/serving/engine.py",
+        "if len(self._waiting) >= self._max_queue:",
+        "if len(self._waiting) >= 10**9:",
+        (f"{DATA}/test_serving_app.py::test_a_full_queue_answers_429_and_then_serves_on",),
+    ),
+    Mutant(
+        "half-an-answer-looks-whole",
+        "stages/serving/app.py",
+        "            yield asgi.event(error.body)\n            return\n",
+        "            yield asgi.event(error.body)\n",
+        (f"{DATA}/test_serving_app.py::test_a_request_beyond_the_deadline_ends_in_the_way_its_mode_allows",),
+    ),
+    Mutant(
+        "any-key",
+        "stages/serving/door.py",
+        "    if not digests:\n",
+        "    if digests:\n",
+        (f"{DATA}/test_serving_conformance.py::test_a_key_is_asked_for_where_keys_are_set",),
+    ),
+    Mutant(
+        "half-characters",
+        "stages/serving/text_stream.py",
+        " or now.endswith(REPLACEMENT):",
+        ":",
+        (f"{DATA}/test_serving_text.py::test_no_delta_holds_half_a_character_and_the_deltas_are_the_text",),
+    ),
 )
 
 
