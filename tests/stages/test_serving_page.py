@@ -246,7 +246,7 @@ def test_an_answer_names_the_command_that_traces_it(browser: Browser, chat: Runn
     assert command.startswith("make trace ID=chatcmpl-") and page.evaluate("String(getSelection())") == command
     said = json.loads(chat.raw("GET", f"/answers/{command.removeprefix('make trace ID=')}")[2])["texts"]
     assert said == page.locator(".assistant").all_text_contents()
-    assert re.match(r"\d tokens? · ", page.locator(".note").text_content() or "")
+    expect(page.locator(".note", has=page.locator("code"))).to_contain_text(re.compile(r"^\d tokens? · make trace"))
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)])
