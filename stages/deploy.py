@@ -140,7 +140,11 @@ def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | No
     record = read_record(state)
     if record is None:
         return "nothing is deployed from here"
-    if record.api_key_env in os.environ and key_digests(record.api_key_env) != record.options.key_digests:
+    if (
+        record.api_key_env
+        and record.api_key_env in os.environ
+        and key_digests(record.api_key_env) != record.options.key_digests
+    ):
         return f"{record.api_key_env} holds another key than the endpoint asks for"
     ready = ask_ready(record.base_url)
     if ready is None:

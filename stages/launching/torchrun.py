@@ -22,6 +22,9 @@ from stages.training.report import Report
 from stages.training.resources import TrainResources
 
 LOGS = "torchrun"
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it torch 2.13 keeps one store over all restarts: a worker that is up before rank 0 reads the address of the dead one there, and
+the restart fails, one time in three (pytorch/pytorch#135712)."""
 POLL_S = 0.25
 END_S = 4.0
 """An agent that is told to end kills its workers and needs a fraction of a second."""
@@ -75,6 +78,7 @@ def _end(agent: BaseProcess) -> None:
 def _agent(answers: Connection, job: Job, resources: TrainResources, fingerprint: str) -> None:
     """In a process of its own: sends None, or the error in one line."""
     os.environ.update(rank.environment(resources))
+    os.environ.update(OWN_STORE)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -400,6 +400,7 @@ def test_the_api_describes_itself(plain: Running) -> None:
     assert {"messages", "max_completion_tokens", "top_logprobs", "tools"} <= fields.keys()
 
 
+@pytest.mark.slow
 def test_a_sender_that_dawdles_and_a_reader_that_takes_nothing_are_cut_off(
     plain: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +437,7 @@ def test_a_sender_that_dawdles_and_a_reader_that_takes_nothing_are_cut_off(
     assert plain.complete(prompt="a", max_tokens=1)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_burst_beyond_the_queue_is_refused_early_and_all_others_are_answered(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -466,6 +468,7 @@ def test_a_burst_beyond_the_queue_is_refused_early_and_all_others_are_answered(
     next(servers, None)
 
 
+@pytest.mark.slow
 def test_a_dead_thread_is_told_by_health_and_by_every_answer(tmp_path_factory: pytest.TempPathFactory) -> None:
     servers = serve(save_tiny_model(tmp_path_factory.mktemp("m") / "closed"), ServingOptions())
     running = next(servers)
@@ -534,6 +537,7 @@ def test_the_async_client_streams_and_is_refused_alike(plain: Running) -> None:
     assert whole == streamed and status == 400
 
 
+@pytest.mark.slow
 def test_requests_from_many_threads_never_mix(plain: Running) -> None:
     wanted: dict[int, str] = {}
     wrong: list[int] = []

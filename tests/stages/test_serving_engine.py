@@ -115,8 +115,11 @@ def assert_same_or_tie(loaded: LoadedModel, prompt: Sequence[int], asked: Asked,
     assert float(best[0] - best[1]) < TIE, (same, made, whole)
 
 
-def test_fifty_greedy_answers_are_those_of_generate_alone_and_in_a_batch(engine: Engine, loaded: LoadedModel) -> None:
-    asked = prompts(50)
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_greedy_answers_are_those_of_generate_alone_and_in_a_batch(
+    engine: Engine, loaded: LoadedModel, count: int
+) -> None:
+    asked = prompts(count)
     wanted = [reference(loaded, prompt, 24) for prompt in asked]
     together = [ask(engine, prompt, max_tokens=24, temperature=0.0, logprobs=0) for prompt in asked]
     for prompt, one, ids in zip(asked, together, wanted, strict=True):
@@ -180,6 +183,7 @@ def test_an_answer_to_a_prompt_in_chunks_is_that_of_a_whole_one(directory: Path,
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_an_answer_may_come_to_hold_bounds_who_joins(directory: Path) -> None:
     """Two answers of 500 tokens fit into 1,000; the third waits for an end."""
     engine = start(directory, max_batch_tokens=1_000)
@@ -291,9 +295,8 @@ def small(kind: str) -> Any:
 @pytest.mark.parametrize(
     "kind",
     [
-        "gpt2",
         "mistral",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2", "qwen3", "opt", "gemma2", "mamba")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("gpt2", "qwen2", "qwen3", "opt", "gemma2", "mamba")),
     ],
 )
 def test_other_kinds_of_models_answer_in_a_batch_as_alone(kind: str, tmp_path: Path) -> None:
@@ -322,6 +325,7 @@ def test_other_kinds_of_models_answer_in_a_batch_as_alone(kind: str, tmp_path: P
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_hides_no_padding_is_found_out(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_share(loaded)
     whole = LoadedModel.forward
