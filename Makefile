@@ -10,6 +10,7 @@ ARGS ?=
 TORCH ?= $(shell if [ -e /dev/nvidia0 ]; then echo cuda; else echo cpu; fi)
 TORCH_VERSION := 2.13.0
 READY := $(VENV)/.ready-$(TORCH)
+LOAD_TOOL := .raykeel/tools/guidellm
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 export RAYKEEL_OVERRIDES := $(MAKEOVERRIDES)
@@ -22,7 +23,7 @@ override TO := $(value TO)
 export TEXT STAGE CONF PORT SWEEP WHAT MODEL TO APPLY REPAIR ROWS SPLIT SEED IDS WHOLE CHECK ID
 RAYKEEL := $(BIN)/python -m pipelines
 
-.PHONY: help setup run plan why preview debug config sweep best ui ask chat trace serve serve-config rollback status gc pin unpin verify export doctor down test test-slow lint types check bench mutants clean reference golden
+.PHONY: help setup run plan why preview debug config sweep best ui ask chat trace serve serve-config rollback status gc pin unpin verify export doctor down load-tool test test-slow lint types check bench mutants clean reference golden
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -113,6 +114,19 @@ doctor: setup ## is this machine fit: versions, cores, memory, disk, ports, Ray,
 
 down: setup ## stop the endpoint, this project's Ray and the process that keeps MLflow open
 	@$(RAYKEEL) down $(ARGS)
+
+$(LOAD_TOOL)/.ready-$(TORCH): constraints-load.txt
+	@$(PYTHON) -m venv $(LOAD_TOOL)
+	@echo "installing the load generator into $(LOAD_TOOL)"
+	@if [ "$(TORCH)" = cpu ]; then \
+	  $(LOAD_TOOL)/bin/pip install -q --disable-pip-version-check "torch==$(TORCH_VERSION)+cpu" >$(LOAD_TOOL)/install.log 2>&1 \
+	  || $(LOAD_TOOL)/bin/pip install -q --disable-pip-version-check --extra-index-url $(TORCH_CPU_INDEX) "torch==$(TORCH_VERSION)+cpu" >>$(LOAD_TOOL)/install.log 2>&1 \
+	  || { tail -n 5 $(LOAD_TOOL)/install.log; exit 1; }; \
+	fi
+	@$(LOAD_TOOL)/bin/pip install -q --disable-pip-version-check -c constraints-load.txt "torch==$(TORCH_VERSION)" guidellm >>$(LOAD_TOOL)/install.log 2>&1 || { tail -n 5 $(LOAD_TOOL)/install.log; exit 1; }
+	@touch $@
+
+load-tool: $(LOAD_TOOL)/.ready-$(TORCH) ## the load generator of the stage load, in an environment of its own (once)
 
 test: setup ## the default tests, real Ray and a small life end to end (under 5 minutes)
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)

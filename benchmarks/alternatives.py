@@ -18,6 +18,7 @@ PINNED = {
     "datatrove": "0.10.1",
     "datasketch": "2.0.0",
     "trl": "1.16.0",
+    "xllamacpp": "2026.10.11549",
 }
 SAME_TOKENIZERS = "tokenizers==0.23.3"
 """Ours, so that no arm has a faster tokenizer."""

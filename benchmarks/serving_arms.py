@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import alternatives, machine
 from benchmarks import bare as bare_context
-from benchmarks import machine
 
 NAME, DIGEST = "bench", "0" * 64
-THREADS = 2
+THREADS, MAX_BATCH = 2, 16
 PREFILL_CHUNK = 64
 WORDS = [
     "What does {} do?",
@@ -61,6 +61,11 @@ def model(directory: Path) -> Path:
     return kept
 
 
+def gguf(model: Path) -> Path:
+    """The file that the model was made of, where `fetch` left it."""
+    return next(model.with_suffix(".work").rglob("*.gguf"))
+
+
 def fetch(target: Path) -> None:
     from pipelines.config import compose
     from stages.fetch import fetch as fetch_stage
@@ -78,6 +83,10 @@ def command(arm: str, model: Path, port: int) -> list[str]:
     """The command line of a server."""
     if arm in ("ours", "fastapi"):
         return machine.python("-m", "benchmarks.serving_arms", arm, str(model), str(port))
+    if arm == "llamacpp":
+        python = alternatives.PLACE / "venv-xllamacpp" / "bin" / "python"
+        script = machine.ROOT / "benchmarks" / "serve_with_llamacpp.py"
+        return [str(python), str(script), str(gguf(model)), str(port), str(THREADS), str(MAX_BATCH)]
     program = str(Path(sys.executable).with_name("transformers"))
     more = ["--continuous-batching"] if arm == "continuous" else []
     return [program, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *more]
@@ -89,7 +98,7 @@ def ours(model: Path, port: int) -> None:
     from stages.serving.app import build_app
     from stages.serving.options import ServingOptions
 
-    options = ServingOptions(threads=THREADS, max_batch=16, prefill_chunk=PREFILL_CHUNK)
+    options = ServingOptions(threads=THREADS, max_batch=MAX_BATCH, prefill_chunk=PREFILL_CHUNK)
     app = build_app(model, name=NAME, version=1, digest=DIGEST, options=options)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 

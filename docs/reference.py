@@ -61,7 +61,7 @@ def rows(cls: type, prefix: str) -> list[str]:
 
 def text() -> str:
     """The whole page."""
-    stages.load()
+    stages.import_verbs()
     head = "\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
     ours = {s.name: cls for cls, s in STAGES.items() if cls.__module__.startswith("stages.")}
     parts = [HEAD]

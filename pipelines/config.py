@@ -221,7 +221,7 @@ def register_schemas() -> None:
 
     import stages
 
-    stages.load()
+    stages.import_verbs()
     store = ConfigStore.instance()
     store.store(name="app_schema", node=AppConfig)
     for config_class, stage in STAGES.items():
@@ -234,7 +234,7 @@ def compose(overrides: list[str], conf: str | None = None) -> AppConfig:
 
     overrides = _model_shorthand(overrides, conf)
     name = composed.key(ROOT, Path(conf).resolve() if conf else None, overrides)
-    stages.load()
+    stages.import_verbs()
     app: AppConfig | None = composed.load(COMPOSED, name) if name else None
     if app is None:
         app = to_objects(compose_node(overrides, conf))

@@ -64,7 +64,7 @@ class Step:
 
     @property
     def needs_ray(self) -> bool:
-        return self.stage.ray and not self.cfg.resources.inline()
+        return self.stage.ray and not self.cfg.inline()
 
     @property
     def waivers(self) -> list[str]:

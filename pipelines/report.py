@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines import cost, data_card, data_page, drawing, plan, reasons
+from pipelines import cost, data_card, data_page, drawing, load_page, plan, reasons
 from pipelines.config import AppConfig
 from pipelines.data_card import Card
 from pipelines.plan import Step
@@ -21,6 +21,7 @@ from stages.artifacts import (
     Artifact,
     Endpoint,
     EvalReport,
+    LoadReport,
     ModelVersion,
     ProbeReport,
 )
@@ -129,6 +130,10 @@ def markdown(facts: Facts) -> str:
         parts.append(
             f"### Endpoint\n`{served['base_url']}` serves **{served['model']}@{served['version']}**, digest `{served['digest'][:16]}`"
         )
+    if loaded := facts.of(LoadReport):
+        header, rows = load_page.rows(loaded)
+        findings = "\n".join(f"- {line}" for line in load_page.lines(loaded))
+        parts.append(f"### Under load\n{load_page.title(loaded)}\n\n{_markdown_table(header, rows)}\n\n{findings}")
     version = facts.of(ModelVersion)
     if version:
         parts.append(
@@ -248,6 +253,10 @@ def page(facts: Facts) -> str:
             "<h2>Measured over HTTP</h2>"
             + _html_table(["", ""], [[k, _number(v)] for k, v in sorted(probe["metrics"].items())])
         )
+    if loaded := facts.of(LoadReport):
+        items = "".join(f"<li>{e(line)}</li>" for line in load_page.lines(loaded))
+        body.append(f"<h2>Under load</h2><p>{e(load_page.title(loaded))}</p>" + _html_table(*load_page.rows(loaded)))
+        body.append(f"<ul>{items}</ul>" + load_page.picture(loaded))
     body.append("<h2>Stages</h2>" + _html_table(["stage", "", "seconds", "result", "made by run"], stage_rows(facts)))
     body.append(f"<h2>Reproduce</h2><pre>{e(facts.command)}</pre><p>seed {facts.seed}, {e(commit_line(facts))}</p>")
     return (

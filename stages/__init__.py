@@ -10,7 +10,7 @@ import pkgutil
 _NOT_VERBS = {"contract", "artifacts"}
 
 
-def load() -> None:
+def import_verbs() -> None:
     """Import every verb module, so that `contract.STAGES` is complete. Loads no ray, torch, transformers or mlflow."""
     for module in pkgutil.iter_modules(__path__):
         if not module.ispkg and module.name not in _NOT_VERBS:

@@ -177,3 +177,9 @@ class Endpoint(Artifact):
 @dataclass(frozen=True)
 class ProbeReport(Artifact):
     """What real requests to an endpoint gave: summary = checks, latency and throughput numbers."""
+
+
+@dataclass(frozen=True)
+class LoadReport(Artifact):
+    """What a crowd of requests to an endpoint got: summary = metrics, load (how they came), objective, curves (percentiles), and which
+    model it was (name, version, digest)."""

@@ -88,6 +88,10 @@ class StageConfig:
     resources: StageResources = field(default_factory=StageResources)
     """How it is executed."""
 
+    def inline(self) -> bool:
+        """Whether a stage that otherwise runs on Ray does without it."""
+        return self.resources.inline()
+
     def check(self, connected: frozenset[str]) -> None:
         """Raise ValueError when these values do not fit the edges that the pipeline draws (names of connected inputs)."""
 
@@ -186,7 +190,7 @@ class Stage:
 
 
 STAGES: dict[type[StageConfig], Stage] = {}
-"""Config class -> stage. Filled by `@stage` when `stages.load()` imports the verb modules."""
+"""Config class -> stage. Filled by `@stage` when `stages.import_verbs()` imports the verb modules."""
 
 F = TypeVar("F", bound=Callable[..., Artifact])
 

@@ -16,9 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.artifacts import Endpoint, ModelVersion
+from stages.artifacts import Checkpoint, Endpoint, ModelVersion
 from stages.contract import Context, Registry, StageConfig, StageError, StageResources, stage
-from stages.serving.endpoint import Deployed, ask_ready, client_key, key_digests, read_record, write_record
+from stages.serving.endpoint import (
+    ASK_TIMEOUT_S,
+    Deployed,
+    ask_ready,
+    client_key,
+    key_digests,
+    read_record,
+    write_record,
+)
 from stages.serving.options import ServingOptions
 
 if TYPE_CHECKING:
@@ -55,6 +63,25 @@ class DeployResources(StageResources):
 
 
 @dataclass(kw_only=True)
+class External:
+    """A server that is there already: it is asked whether it serves this model, and never started, changed or stopped."""
+
+    base_url: str
+    """Where it is, such as http://gpu-1:8000; /v1 is added where it is not there."""
+    model: str | None = None
+    """What it calls the model; null: the registered name."""
+    min_golden: float = 1.0
+    """Share of the golden questions that it must answer as recorded. Below 1 for a server in a coarser number format than float32."""
+
+    def __post_init__(self) -> None:
+        self.base_url = self.base_url.rstrip("/").removesuffix("/v1")
+        if not re.fullmatch(r"https?://[^\s/@]+(/[^\s@]*)?", self.base_url):
+            raise ValueError(f"external.base_url must be an address such as http://gpu-1:8000, got {self.base_url!r}")
+        if not 0 <= self.min_golden <= 1:
+            raise ValueError(f"external.min_golden must be from 0 to 1, got {self.min_golden}")
+
+
+@dataclass(kw_only=True)
 class DeployConfig(StageConfig):
     """Options in `conf/deploy/`."""
 
@@ -83,8 +110,13 @@ class DeployConfig(StageConfig):
     Null: no key is asked for. Only the name and the SHA-256 of each key are kept."""
     cors_origins: list[str] = field(default_factory=list)
     """Origins whose pages may read answers in a browser, such as https://app.example.com. None by default; `*` is refused."""
+    external: External | None = None
+    """Not Ray Serve here but a server that is there already. What this file says of hosts, ports and batches is then its own matter."""
     resources: DeployResources = field(default_factory=DeployResources)
     """How it is computed."""
+
+    def inline(self) -> bool:
+        return self.external is not None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", self.endpoint):
@@ -135,8 +167,10 @@ def _address(host: str) -> ipaddress.IPv4Address | None:
 
 
 def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | None:
-    """Why the endpoint is not what the receipt says, or None. One GET of /ready."""
+    """Why the endpoint is not what the receipt says, or None. One GET of /ready; of a server that is not ours, of its models."""
     facts = receipt.summary()
+    if facts.get("external"):
+        return _external_holds(facts)
     record = read_record(state)
     if record is None:
         return "nothing is deployed from here"
@@ -157,6 +191,8 @@ def holds(receipt: Endpoint, registry: Registry | None, state: Path) -> str | No
 def replaces(cfg: DeployConfig, state: Path) -> str | None:
     """`name@version` that a roll-out to this endpoint would replace, or None when nothing serves there."""
     key_digests(cfg.api_key_env)  # a key that is missing is told before anything is trained
+    if cfg.external is not None:
+        return None
     record = read_record(state)
     if record is None or record.application != cfg.endpoint or not record.serves(ask_ready(record.base_url)):
         return None
@@ -166,6 +202,8 @@ def replaces(cfg: DeployConfig, state: Path) -> str | None:
 @stage(ray=True, holds=holds)
 def deploy(cfg: DeployConfig, ctx: Context, model: ModelVersion) -> Endpoint:
     """Trial, switch, ask through the public address, record, move the aliases; any failure leaves what served before."""
+    if cfg.external is not None:
+        return _adopt(cfg, cfg.external, ctx, model)
     from stages.serving import deployment
 
     with _alone(ctx):
@@ -183,6 +221,32 @@ def deploy(cfg: DeployConfig, ctx: Context, model: ModelVersion) -> Endpoint:
         _move_aliases(ctx.registry, deployed.model, deployed.version)
     _announce(cfg, ctx, deployed, running)
     return Endpoint.write(ctx.output, deployed.summary())
+
+
+def _adopt(cfg: DeployConfig, external: External, ctx: Context, model: ModelVersion) -> Endpoint:
+    """No record, no alias: this project neither switched it nor can switch it back."""
+    from stages.serving.external import check
+
+    facts = model.summary()
+    name, key = external.model or facts["name"], client_key(cfg.api_key_env)
+    ctx.progress(0.1, "asking the golden questions")
+    share = check(external.base_url, name, key, Checkpoint(uri=facts["uri"]).local(), external.min_golden)
+    ctx.headline(f"{name} at {external.base_url} answers {share:.0%} of the golden questions")
+    identity = {"base_url": external.base_url, "model": name, "api_key_env": cfg.api_key_env, "external": True}
+    known = {"version": facts["version"], "digest": facts["digest"], "config_digest": "", "instance": ""}
+    return Endpoint.write(ctx.output, {**identity, **known})
+
+
+def _external_holds(facts: dict[str, Any]) -> str | None:
+    from stages.serving.external import listed
+
+    try:
+        found = listed(facts["base_url"], client_key(facts["api_key_env"]), ASK_TIMEOUT_S)
+    except StageError as error:
+        return str(error)
+    if found is None:
+        return f"the endpoint does not answer at {facts['base_url']}"
+    return None if facts["model"] in found else f"{facts['base_url']} serves {found}, not {facts['model']}"
 
 
 @contextlib.contextmanager

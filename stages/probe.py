@@ -76,6 +76,12 @@ def probe(cfg: ProbeConfig, ctx: Context, endpoint: Endpoint) -> ProbeReport:
 
 
 def _check_identity(facts: dict[str, Any], client: Any) -> None:
+    """A server that is not ours has no /ready, and may serve other models beside."""
+    if facts.get("external"):
+        listed = [model.id for model in client.models.list().data]
+        if facts["model"] not in listed:
+            raise StageError(f"probe: /v1/models lists {listed}, and not {facts['model']!r}")
+        return
     ready = ask_ready(facts["base_url"])
     if ready is None:
         raise ResourcesUnavailable(f"probe: {facts['base_url']}/ready does not answer; run make run to deploy again")
@@ -93,8 +99,8 @@ def _check_error(facts: dict[str, Any], client: Any) -> None:
     try:
         client.completions.create(model=facts["model"], prompt="x", temperature=-1)
     except openai.BadRequestError as error:
-        if error.param == "temperature" and error.type == "invalid_request_error":
-            return
+        if facts.get("external") or (error.param == "temperature" and error.type == "invalid_request_error"):
+            return  # whose words another server's refusal has is its own matter
         raise StageError(f"probe: a wrong temperature is refused as {error.type}, param {error.param}") from error
     raise StageError("probe: a request with temperature -1 was answered, wanted 400 that names the parameter")
 

@@ -98,7 +98,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_importing_every_verb_loads_nothing_heavy() -> None:
-    assert loaded_by("import stages; stages.load()") == set()
+    assert loaded_by("import stages; stages.import_verbs()") == set()
 
 
 def test_composing_and_planning_load_nothing_heavy(tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ NEEDED = {
     "teach": [FILES, *ENDPOINT],
     "preferences": [MODEL, FILES],
     "dpo": [MODEL],
+    "load": ["stages.select.model=models:/quickstart@champion"],
     "serve": ["stages.select.model=models:/quickstart@champion"],
     "endpoint": ENDPOINT,
+    "external": ["stages.deploy.external.base_url=http://127.0.0.1:8000"],
     "attach": ["cluster.address=h:1"],
 }
 

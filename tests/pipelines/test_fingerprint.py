@@ -88,7 +88,7 @@ WRITES_BYTES = {"ftfy", "gguf", "jinja2", "peft", "phonenumbers", "py3langid", "
 
 
 def test_a_data_stage_names_each_library_that_its_code_imports_and_whose_version_changes_bytes() -> None:
-    stages.load()
+    stages.import_verbs()
     root = Path(__file__).parents[2]
     wanted: dict[str, set[str]] = {}
     for stage in STAGES.values():
@@ -104,7 +104,7 @@ def test_a_data_stage_names_each_library_that_its_code_imports_and_whose_version
 
 
 def test_training_is_not_made_anew_because_code_that_serves_or_renders_has_changed() -> None:
-    stages.load()
+    stages.import_verbs()
     for name in ("train", "dpo"):
         reached = fp.code_digests(f"stages.{name}")
         assert "stages/training/loop.py" in reached  # the control

@@ -30,7 +30,7 @@ from pipelines import fingerprint as fp
 from pipelines.config import ROOT
 from stages.contract import STAGES, Stage
 
-stages.load()
+stages.import_verbs()
 REAL = [stage for stage in STAGES.values() if stage.function.__module__.startswith("stages.")]
 NAMES = [stage.name for stage in REAL]
 real_stages = pytest.mark.parametrize("stage", REAL, ids=NAMES)
