@@ -97,7 +97,7 @@ def _weights(app: AppConfig, everything: Inventory, registry: Registered, asked:
 
 def _lineage(everything: Inventory, digest: str) -> Iterator[Made]:
     """The weights, then all that they were made from down to the corpora: what a corpus was made from taught nothing itself."""
-    stages.load()
+    stages.import_verbs()
     kinds = {stage.name: stage.output for stage in STAGES.values()}
     waiting, seen = [digest], set()
     while waiting:
