@@ -1,8 +1,11 @@
 """`make ask` and `make chat`: a person and the endpoint that this project serves. Apart from the commands, because here a terminal is
 talked with: an answer shows as it comes, Ctrl-C ends the answer and not the conversation.
+
+What the model says goes to stdout, alone; what is said about it goes to stderr.
 """
 
 import contextlib
+import importlib
 import os
 import re
 import sys
@@ -29,42 +32,61 @@ def ask(console: Console, overrides: list[str], conf: str | None) -> int:
         raise ConfigError('nothing to ask: make ask TEXT="os.path.join("')
     endpoint = _endpoint(overrides, conf)
     asker = _asker(endpoint)
-    # Straight to stdout: a model's text is neither wrapped nor coloured, and each piece shows as it comes.
-    _write(text)
-    for piece in asker.stream([{"role": "user", "content": text}]):
-        _write(shown(piece))
-    _write("\n")
-    cut = ", cut: the answer may have 64" if asker.said.finish_reason == "length" else ""
-    console.line(f"{endpoint['model']}@{endpoint['version']}, {asker.said.tokens} tokens{cut}, {asker.said.id}")
+    _say(asker, text, asker.stream([{"role": "user", "content": text}]))
+    _tell(_facts(asker.said))
     return 0
 
 
 def chat(console: Console, overrides: list[str], conf: str | None) -> int:
     """A conversation until its end of file. Lines come from a terminal, or from a pipe, one question a line."""
     endpoint = _endpoint(overrides, conf)
-    conversation = Conversation(_asker(endpoint, temperature=0.7, max_tokens=None))
+    asker = _asker(endpoint, temperature=0.7, max_tokens=None)
+    conversation = Conversation(asker)
     talking = sys.stdin.isatty()
     if talking:
-        console.line(f"{endpoint['model']}@{endpoint['version']}; /help says what else may be typed, Ctrl-D ends")
-    for line in _lines("> " if talking else ""):
+        _tell(f"{endpoint['model']}@{endpoint['version']}; /help says what else may be typed, Ctrl-D ends")
+    chats = True
+    for line in _lines("> " if talking and sys.stdout.isatty() else ""):
         if line.startswith("/"):
             reply = conversation.command(line)
             if reply is None:
                 return 0
-            _write(reply + "\n")
+            _tell(reply)
             continue
         try:
             with contextlib.closing(conversation.say(line)) as answer:
-                for piece in answer:
-                    _write(shown(piece))
+                _say(asker, line, answer)
         except KeyboardInterrupt:
-            _write(" [stopped]")
+            _write("\n")
+            _tell("stopped; Ctrl-C again or Ctrl-D ends")
         except StageError as error:
             if not talking or isinstance(error, ResourcesUnavailable):
                 raise
-            _write(f"[{error}]")
-        _write("\n")
+            _tell(str(error))
+        else:
+            _tell(_facts(asker.said))
+            if chats and not asker.said.chat:
+                _tell("this model has no chat template: it continues each line, without a conversation")
+            chats = asker.said.chat
     return 0
+
+
+def _say(asker: Any, text: str, pieces: Iterator[str]) -> None:
+    """The answer as it comes, neither wrapped nor coloured; without a chat template the text that it continues stands before it."""
+    first = next(pieces, "")
+    for piece in ("" if asker.said.chat else text, first):
+        _write(shown(piece))
+    for piece in pieces:
+        _write(shown(piece))
+    _write("\n")
+
+
+def _facts(said: Any) -> str:
+    """What answered, how much, and the way to its origin."""
+    cut = ", cut: no more tokens allowed" if said.finish_reason == "length" else ""
+    return (
+        f"{said.model}, {said.prompt_tokens} + {said.tokens} tokens{cut}; where it comes from: make trace ID={said.id}"
+    )
 
 
 class Conversation:
@@ -135,7 +157,8 @@ def _asker(endpoint: dict[str, Any], **how: Any) -> Any:
 def _lines(prompt: str) -> Iterator[str]:
     """Lines that hold something, until the end of the input. Ctrl-C at the prompt ends it too."""
     if prompt:
-        pass  # noqa: F401: arrow keys and the history of a terminal
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # from then on input() has arrow keys and a history
     while True:
         try:
             line = input(prompt) if prompt else sys.stdin.readline()
@@ -159,3 +182,10 @@ def shown(piece: str, terminal: bool | None = None) -> str:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _tell(words: str) -> None:
+    """To stderr, fainter than what the model says where there are colours."""
+    faint = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    sys.stderr.write(f"\x1b[2m{words}\x1b[0m\n" if faint else f"{words}\n")
+    sys.stderr.flush()

@@ -424,6 +424,37 @@ MUTANTS = (
     ),
     # Keeping house
     Mutant(
+        "blames-unread-rows",
+        "pipelines/trace.py",
+        "if match.record.id not in unused",
+        "if match.record.id",
+        (
+            "tests/pipelines/test_trace.py::"
+            "test_an_id_leads_to_version_checkpoint_run_data_and_the_row_that_was_repeated[directory]",
+        ),
+    ),
+    Mutant(
+        "quotes-as-they-are",
+        "pipelines/trace.py",
+        'yield f"      {visible(quote)}"',
+        'yield f"      {quote}"',
+        ("tests/pipelines/test_trace.py::test_what_an_answer_quotes_cannot_command_the_terminal[directory]",),
+    ),
+    Mutant(
+        "shorter-runs",
+        "stages/text/shared_words.py",
+        "                length = self._length[state]\n",
+        "                length = 0\n",
+        ("tests/stages/test_text_shared_words.py::test_the_longest_run_is_the_one_that_trying_all_runs_finds",),
+    ),
+    Mutant(
+        "remembers-for-ever",
+        "stages/serving/app.py",
+        " or self._characters > REMEMBERED_CHARACTERS",
+        "",
+        ("tests/stages/test_serving_answers.py::test_the_oldest_are_forgotten_first_by_number_and_by_characters",),
+    ),
+    Mutant(
         "unhashed-export",
         "pipelines/export.py",
         "if found.hexdigest() != sha256:",

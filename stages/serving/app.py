@@ -35,8 +35,8 @@ MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completio
 OPEN = ("/", "/health", "/ready")
 """Asked by browsers and machines that hold no key."""
 ANSWERS = "/answers"
-REMEMBERED = 256
-"""Answers whose text is kept, in memory alone, for who knows their id."""
+REMEMBERED, REMEMBERED_CHARACTERS = 1_000, 4_000_000
+"""Answers whose text is kept, in memory alone, for who knows their id; and never more text than this."""
 ROUTES = (*OPEN, "/metrics", "/openapi.json", MODELS, f"{MODELS}/...", f"{ANSWERS}/...", COMPLETIONS, CHAT)
 
 
@@ -87,6 +87,8 @@ class App:
         self._created = int(time.time())
         self._remembered: OrderedDict[str, list[str]] = OrderedDict()
         """Id of an answer -> the texts of its choices, the oldest first."""
+        self._characters = 0
+        """Of all of them."""
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "lifespan":
@@ -181,9 +183,11 @@ class App:
         return {"id": identifier, "texts": texts, **self.identity.fields()}
 
     def _remember(self, body: Body) -> None:
-        self._remembered[body.id] = [choice.text for choice in body.choices]
-        while len(self._remembered) > REMEMBERED:
-            self._remembered.popitem(last=False)
+        texts = self._remembered[body.id] = [choice.text for choice in body.choices]
+        self._characters += sum(map(len, texts))
+        while len(self._remembered) > REMEMBERED or self._characters > REMEMBERED_CHARACTERS:
+            _, forgotten = self._remembered.popitem(last=False)
+            self._characters -= sum(map(len, forgotten))
 
     def _model(self) -> dict[str, Any]:
         loaded = self.engine.loaded

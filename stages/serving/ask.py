@@ -20,6 +20,9 @@ class Said:
     """What is known of an answer when it has ended."""
 
     id: str = ""
+    model: str = ""
+    """`name@version` as the answer itself says, or the name alone where the server tells no version."""
+    prompt_tokens: int | None = None
     tokens: int | None = None
     finish_reason: str | None = None
     chat: bool = True
@@ -54,6 +57,8 @@ class Asker:
         self.said = Said()
         try:
             yield from self._pieces(turns)
+        except openai.APITimeoutError as error:
+            raise ResourcesUnavailable(f"{self.base_url} said nothing for {self.timeout_s:g} s") from error
         except openai.APIConnectionError as error:
             raise ResourcesUnavailable(f"nothing answers at {self.base_url}: make run starts an endpoint") from error
         except openai.AuthenticationError as error:
@@ -79,13 +84,18 @@ class Asker:
             parts = self._client.completions.create(prompt=turns[-1]["content"], **asked)
         with parts:
             for part in parts:
-                self.said.id = part.id
-                if part.usage is not None:
-                    self.said.tokens = part.usage.completion_tokens
+                self._hear(part)
                 for choice in part.choices:
                     self.said.finish_reason = choice.finish_reason or self.said.finish_reason
                     if text := (choice.delta.content if self.said.chat else choice.text):
                         yield text
+
+    def _hear(self, part: Any) -> None:
+        self.said.id, self.said.model = part.id, part.model
+        if "@" in (part.system_fingerprint or ""):
+            self.said.model = part.system_fingerprint.rpartition("-")[0]
+        if part.usage is not None:
+            self.said.prompt_tokens, self.said.tokens = part.usage.prompt_tokens, part.usage.completion_tokens
 
     def _about_keys(self) -> str:
         name = self.api_key_env

@@ -205,7 +205,7 @@ def test_an_answer_is_traced_to_its_model_and_to_the_rows_that_say_the_same(proj
     version = project.client.get_model_version("quickstart", str(project.ready()["version"]))
     printed = project.cli("trace", env={"ID": answer.id})
     assert f"quickstart@{version.version}" in printed and version.tags["digest"] in printed
-    assert "MLflow run" in printed and "clean " in printed
+    assert "MLflow run" in printed and "(clean)" in printed and "(tokenize)" in printed
     assert "words in a row" in printed or "longest runs" in printed  # it was remembered, and looked for
     row, text = next(
         (row, text)

@@ -46,7 +46,9 @@ class House:
     directories: dict[int, Path] = field(default_factory=dict)
 
     def cfg(self, **values: Any) -> DeployConfig:
-        return DeployConfig(port=self.port, resources=DeployResources(rollout_timeout_s=60), **values)
+        # Other work on this machine must undo no roll-out of a test.
+        resources = DeployResources(rollout_timeout_s=60, max_latency_ratio=values.pop("max_latency_ratio", None))
+        return DeployConfig(port=self.port, resources=resources, **values)
 
     def context(self, made: Context) -> Context:
         self.registry = self.registry or made.registry
@@ -237,7 +239,7 @@ def test_a_version_that_is_much_slower_is_rolled_back(
     monkeypatch.setattr("stages.deploy.SLACK_S", 0.0)
     receipt = broken(house, 8, lambda directory: None)
     with Traffic(serving.base_url) as traffic, pytest.raises(StageError, match="times as long as what it replaces"):
-        deploy(house.cfg(), house.context(make_context("deploy")), receipt)
+        deploy(house.cfg(max_latency_ratio=3.0), house.context(make_context("deploy")), receipt)
     assert {status for status, *_ in traffic.seen} == {200} and traffic.seen[-1][1] == "2"
     assert (read_record(house.state), house.registry.alias(NAME, "champion")) == (serving, 2)
 
@@ -345,7 +347,7 @@ def test_a_long_answer_in_flight_is_finished_by_the_old_version(
 
     def read() -> None:
         stream = client.completions.create(
-            model=NAME, prompt="a", max_tokens=20_000, temperature=0, stream=True, extra_body={"ignore_eos": True},
+            model=NAME, prompt="a", max_tokens=45_000, temperature=0, stream=True, extra_body={"ignore_eos": True},
             stream_options={"include_usage": True},
         )  # fmt: skip
         seen.extend(stream)
@@ -356,7 +358,7 @@ def test_a_long_answer_in_flight_is_finished_by_the_old_version(
     deploy(house.cfg(), house.context(make_context("deploy")), house.version(2))
     assert reader.is_alive(), "the answer was too short to be in flight during the roll-out"
     reader.join(110)
-    assert seen[-1].usage.completion_tokens == 20_000
+    assert seen[-1].usage.completion_tokens == 45_000
     assert {chunk.system_fingerprint.partition("-")[0] for chunk in seen} == {f"{NAME}@7"}
 
 

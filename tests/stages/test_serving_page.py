@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from stages.serving.options import ServingOptions, key_digest
 from tests.stages.serving_server import NAME, Running, serve, wait_until
@@ -40,6 +41,27 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     directory = save_tiny_model(tmp_path_factory.mktemp("m") / "guarded", chat_template=CHAT_TEMPLATE)
     yield from serve(directory, ServingOptions(key_digests=(key_digest("open-sesame"),)))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Answers that take minutes."""
+    directory = tmp_path_factory.mktemp("m") / "endless"
+    made = save_tiny_model(directory, context=16_000, chat_template=CHAT_TEMPLATE, ends=False)
+    yield from serve(made, ServingOptions())
+
+
+def streamed(*choices: dict[str, Any], error: str | None = None, done: bool = True) -> Callable[[Route], None]:
+    """A server that answers with these pieces."""
+    events = [json.dumps({"id": "x", "choices": [{"index": 0, **choice}]}) for choice in choices]
+    events += [json.dumps({"error": {"message": error}})] if error else ["[DONE]"] if done else []
+    body = "".join(f"data: {event}\n\n" for event in events)
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)
+
+
+def say(page: Page, text: str) -> None:
+    page.locator("#text").fill(text)
+    page.locator("#text").press("Enter")
 
 
 def opened(browser: Browser, running: Running, **screen: int) -> Page:
@@ -168,6 +190,65 @@ def test_copy_as_curl_gives_a_command_that_a_shell_takes(browser: Browser, chat:
         assert made.stdout.rstrip().endswith("data: [DONE]")
 
 
+def test_a_new_conversation_knows_nothing_of_the_one_that_was_being_answered(
+    browser: Browser, endless: Running
+) -> None:
+    page = opened(browser, endless)
+    say(page, "first")
+    expect(page.locator(".assistant")).not_to_have_text("")
+    page.locator("summary").click()
+    page.locator("#reset").click()
+    expect(page.locator("#send")).to_be_visible()
+    wait_until(lambda: not endless.app.engine.busy, 1)
+    expect(page.locator(".turn")).to_have_count(0)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "second")
+    assert json.loads(sent.value.post_data or "")["messages"] == [{"role": "user", "content": "second"}]
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("Stopped.")).to_be_visible()
+    assert not page.mistakes  # type: ignore[attr-defined]
+
+
+def test_what_a_model_writes_is_text(browser: Browser, chat: Running) -> None:
+    page = opened(browser, chat)
+    attack = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
+    page.route(
+        "**/v1/chat/completions", streamed({"delta": {"content": attack}}, {"delta": {}, "finish_reason": "stop"})
+    )
+    say(page, attack)
+    expect(page.locator("#send")).to_be_visible()
+    assert [e.text_content() for e in page.locator(".user, .assistant").all()] == [attack, attack]
+    assert page.locator("#talk img, #talk b").count() == 0 and page.title() == f"{NAME}@7"
+
+
+def test_a_stream_that_fails_breaks_off_or_never_comes_is_told(browser: Browser, chat: Running) -> None:
+    page = opened(browser, chat)
+    half = {"delta": {"content": "half"}}
+    for words, route in (
+        ("the model failed", streamed(half, error="the model failed")),
+        ("the answer was cut off", streamed(half, done=False)),
+        ("The endpoint cannot be reached.", lambda route: route.abort()),
+    ):
+        page.route("**/v1/chat/completions", route)
+        say(page, "hi")
+        expect(page.get_by_role("alert").last).to_have_text(words)
+        expect(page.locator("#send")).to_be_visible()
+    assert page.locator(".assistant").all_text_contents() == ["half", "half"]
+    expect(page.locator("#text")).to_have_value("hi")
+
+
+def test_an_answer_names_the_command_that_traces_it(browser: Browser, chat: Running) -> None:
+    page = opened(browser, chat)
+    settings(page, temperature="0", tokens="8")
+    say(page, "hi")
+    page.get_by_role("button", name="where it comes from").click()
+    command = page.locator(".note code").text_content() or ""
+    assert command.startswith("make trace ID=chatcmpl-") and page.evaluate("String(getSelection())") == command
+    said = json.loads(chat.raw("GET", f"/answers/{command.removeprefix('make trace ID=')}")[2])["texts"]
+    assert said == page.locator(".assistant").all_text_contents()
+    expect(page.locator(".note", has=page.locator("code"))).to_contain_text(re.compile(r"^\d tokens? · make trace"))
+
+
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (1280, 800)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_phone_and_a_desk(
@@ -189,6 +270,19 @@ def test_the_page_fits_a_phone_and_a_desk(
         box = page.locator(name).bounding_box()
         assert box is not None and box["height"] >= 44
     page.screenshot(path=tmp_path / f"chat-{width}-{scheme}.png")
+    for name in (
+        "h1",
+        "#identity",
+        ".user",
+        ".assistant",
+        ".note",
+        ".note button",
+        "#send",
+        "#reset",
+        "label",
+        "summary",
+    ):
+        assert page.evaluate(CONTRAST, name) >= 4.5, name
 
 
 def test_the_page_is_one_file_without_foreign_addresses(chat: Running) -> None:
@@ -199,3 +293,24 @@ def test_the_page_is_one_file_without_foreign_addresses(chat: Running) -> None:
         and "unsafe" not in headers["content-security-policy"]
     )
     assert not re.search(rb"https?://|//[a-z]+\.[a-z]", text)
+
+
+CONTRAST = """(selector) => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (colour) => { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); };
+  const luminance = () => {
+    const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const element = document.querySelector(selector);
+  const behind = [];
+  for (let at = element; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+  paint("Canvas");
+  if (matchMedia("(prefers-color-scheme: dark)").matches) paint("#121212");
+  behind.forEach(paint);
+  const ground = luminance();
+  paint(getComputedStyle(element).color);
+  const [high, low] = [ground, luminance()].sort((a, b) => b - a);
+  return (high + 0.05) / (low + 0.05);
+}"""

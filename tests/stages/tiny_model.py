@@ -15,15 +15,22 @@ CHAT_TEMPLATE = (
 
 
 def save_tiny_model(
-    directory: Path, *, seed: int = 0, context: int = 256, chat_template: str | None = None, golden: bool = True
+    directory: Path,
+    *,
+    seed: int = 0,
+    context: int = 256,
+    chat_template: str | None = None,
+    golden: bool = True,
+    ends: bool = True,
 ) -> Path:
+    """`ends=False`: no token ends an answer, so that one lasts until the context is full."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|endoftext|>": 0, **{letter: number for number, letter in enumerate(alphabet, 1)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>" if ends else None)
     fast.chat_template = chat_template
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -35,7 +42,7 @@ def save_tiny_model(
         num_key_value_heads=2,
         max_position_embeddings=context,
         initializer_range=0.5,
-        eos_token_id=0,
+        eos_token_id=0 if ends else None,
         bos_token_id=None,
         pad_token_id=0,
     )
