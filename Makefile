@@ -131,7 +131,7 @@ load-tool: $(LOAD_TOOL)/.ready-$(TORCH) ## the load generator of the stage load,
 test: setup ## the default tests, real Ray and a small life end to end (under 5 minutes)
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-slow: setup ## the rest: faults, long runs, rendered pages (under 30 minutes)
+test-slow: setup ## the rest: faults, long runs, rendered pages (an hour on two slow cores)
 	@$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
 
 lint: setup ## ruff: lint and format, no changes

@@ -1,6 +1,9 @@
 """Shared fixtures: a stage context with in-memory records, a real Ray for the session, small models on disk."""
 
+import hashlib
 import os
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,47 @@ for leaked in ("RAYKEEL_OVERRIDES", "TEXT", "CONF"):  # `make test` hands make's
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", action="store_true", help="rewrite tests/golden from what is composed now")
+    parser.addoption(
+        "--share", type=float, default=1.0, metavar="PART", help="run this part of the files, others with each commit"
+    )
+    parser.addoption("--minutes", type=float, metavar="N", help="begin no further file after so many minutes")
+
+
+BEGUN, LEFT = set[Path](), set[Path]()
+"""Files of which a test ran, and which `--share` and `--minutes` left out."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--share`: which files are in it depends on the commit alone, so that a few commits run them all."""
+    share = config.getoption("--share")
+    if share >= 1:
+        return
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=config.rootpath, capture_output=True, text=True)
+    for path in {item.path for item in items}:
+        name = f"{asked.stdout.strip()} {path.relative_to(config.rootpath)}"
+        if int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) >= share * 2**32:
+            LEFT.add(path)
+    config.hook.pytest_deselected(items=[item for item in items if item.path in LEFT])
+    items[:] = [item for item in items if item.path not in LEFT]
+
+
+STARTED = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and item.path not in BEGUN and time.monotonic() - STARTED > 60 * minutes:
+        LEFT.add(item.path)
+        pytest.skip(f"begun after {minutes:g} minutes")
+    BEGUN.add(item.path)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if LEFT:
+        names = ", ".join(sorted(path.name for path in LEFT))
+        terminalreporter.write_line(f"{len(LEFT)} files were left out (make test-slow runs all): {names}")
 
 
 @dataclass
