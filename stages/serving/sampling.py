@@ -16,6 +16,9 @@ import torch
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
 
+LARGEST = 1e30
+"""A repetition penalty of 1e-300 makes infinities of logits: beyond this they are as good, and can be divided by any temperature."""
+
 
 class NoNumbers(ArithmeticError):
     """The model's logits are not finite: no token can be chosen."""
@@ -90,6 +93,7 @@ def choose(
     if not bool(torch.isfinite(logits.max())):
         raise NoNumbers("the model's logits are not finite")
     _adjust(logits, prompt, made, sampling)
+    logits.clamp_(-LARGEST, LARGEST)
     if banned:
         logits[sorted(banned)] = -torch.inf
     if sampling.greedy:

@@ -168,6 +168,13 @@ def test_a_bias_forces_and_bans_and_penalties_are_taken_off_what_was_said(plain:
     assert free[0] not in banned["tokens"] and len(banned["tokens"]) == 6
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-30, 10])
+def test_numbers_at_the_edge_are_answered(plain: Running, penalty: float) -> None:
+    for more in ({"temperature": 1e-4}, {"temperature": 2}, {"temperature": 0}, {"top_p": 1e-300, "min_p": 1}):
+        status, _, answer = plain.complete(prompt="aba", max_tokens=4, repetition_penalty=penalty, **more)
+        assert status == 200, answer
+
+
 def test_the_template_is_shown_the_tools(tooled: Running) -> None:
     messages: list[Any] = [{"role": "user", "content": "rain?"}]
     tools: Any = [WEATHER]
