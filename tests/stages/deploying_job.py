@@ -75,7 +75,7 @@ def context(state: Path, output: Path, die_at: str = "") -> Context:
 
 
 def config(port: int) -> DeployConfig:
-    return DeployConfig(port=port, resources=DeployResources(rollout_timeout_s=60, max_latency_ratio=None))
+    return DeployConfig(port=port, resources=DeployResources(rollout_timeout_s=120, max_latency_ratio=None))
 
 
 def main(job: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class House:
 
     def cfg(self, **values: Any) -> DeployConfig:
         # Other work on this machine must undo no roll-out of a test.
-        resources = DeployResources(rollout_timeout_s=60, max_latency_ratio=values.pop("max_latency_ratio", None))
+        resources = DeployResources(rollout_timeout_s=120, max_latency_ratio=values.pop("max_latency_ratio", None))
         return DeployConfig(port=self.port, resources=resources, **values)
 
     def context(self, made: Context) -> Context:

@@ -22,7 +22,7 @@ from stages.serving.endpoint import ask_ready, read_record
 from tests.stages import deploying_job as job
 from tests.stages.tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(900)]
 NAME = "quickstart"
 
 
@@ -57,7 +57,7 @@ class House:
         }  # fmt: skip
         (self.root / "job.json").write_text(json.dumps(facts))
         command = [sys.executable, "-m", "tests.stages.deploying_job", str(self.root / "job.json")]
-        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=dict(os.environ))
         assert made.returncode == -signal.SIGKILL, made.stdout + made.stderr
 
     def aliases(self) -> dict[str, int]:
