@@ -177,6 +177,7 @@ def test_finetune_tunes_the_champion_and_is_deployed_over_it(project: Project, q
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_version_before_is_served_again_by_one_command(project: Project, quickstart: str) -> None:
     """Version 2 replaces version 1, is rolled back, and is served again by its number; aliases tell which is which."""
 
@@ -194,7 +195,7 @@ def test_the_version_before_is_served_again_by_one_command(project: Project, qui
         client.completions.create(model="quickstart", prompt="a", max_tokens=41)
     project.cli("serve", env={"MODEL": "models:/quickstart/2"})
     assert served() == ("quickstart@2", 2, 1)
-    assert "99" in project.cli("rollback", check=2, env={"TO": "99"})
+    assert "the registry has no version 99 of quickstart" in project.cli("rollback", check=1, env={"TO": "99"})
     assert served() == ("quickstart@2", 2, 1)
 
 

@@ -336,18 +336,22 @@ def test_errors_keep_their_shape_and_status_behind_serve(house: House) -> None:
         assert caught.value.headers["x-model-version"] == str(record.version)
 
 
+@pytest.mark.timeout(600)
 def test_a_long_answer_in_flight_is_finished_by_the_old_version(
     house: House, serving: Deployed, make_context: Callable[..., Context]
 ) -> None:
     before = serving
-    house.directories[7] = save_tiny_model(house.root / "v7", seed=7, context=60_000)
-    deploy(house.cfg(), house.context(make_context("deploy")), house.version(7))
+    house.directories[7] = save_tiny_model(house.root / "v7", seed=7, context=400_000)
+    deploy(house.cfg(request_timeout_s=300), house.context(make_context("deploy")), house.version(7))
     client = openai.OpenAI(base_url=f"{before.base_url}/v1", api_key="none", max_retries=0)
     seen: list[Any] = []
+    began = time.monotonic()
+    client.completions.create(model=NAME, prompt="a", max_tokens=2_000, extra_body={"ignore_eos": True})
+    tokens = int(2_000 / (time.monotonic() - began) * 75)  # longer than any roll-out here takes
 
     def read() -> None:
         stream = client.completions.create(
-            model=NAME, prompt="a", max_tokens=45_000, temperature=0, stream=True, extra_body={"ignore_eos": True},
+            model=NAME, prompt="a", max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True},
             stream_options={"include_usage": True},
         )  # fmt: skip
         seen.extend(stream)
@@ -357,8 +361,8 @@ def test_a_long_answer_in_flight_is_finished_by_the_old_version(
     time.sleep(1)
     deploy(house.cfg(), house.context(make_context("deploy")), house.version(2))
     assert reader.is_alive(), "the answer was too short to be in flight during the roll-out"
-    reader.join(110)
-    assert seen[-1].usage.completion_tokens == 45_000
+    reader.join(280)
+    assert seen[-1].usage.completion_tokens == tokens
     assert {chunk.system_fingerprint.partition("-")[0] for chunk in seen} == {f"{NAME}@7"}
 
 
